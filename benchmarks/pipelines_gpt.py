@@ -1,24 +1,48 @@
 """A GPT of ten million parameters over four slow links: loss against seconds and tokens, by each way to exchange gradients.
 
     python benchmarks/pipelines_gpt.py --quick
-    python benchmarks/pipelines_gpt.py
+    python benchmarks/pipelines_gpt.py losses       # may share the machine with others
+    python benchmarks/pipelines_gpt.py seconds      # wants a quiet machine
+    python benchmarks/pipelines_gpt.py              # what is missing of both, one training on a slow link as a check, and the report
 
-Losses and seconds are measured apart, and put together: each way trains once per seed on links without a limit, where a step has the loss
-that it has on any link, and a few of its steps are timed at each rate. The text is the source of Python's standard library.
+A step has the same loss on any link, so each way trains once per seed, on links without a limit, and a few of its steps are timed at each
+rate; the report puts both together. Finished cells are kept in a file, and used again while code, configuration and torch stay the same.
+The text is the source of Python's standard library.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
+import itertools
 import json
+import os
+import random
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from common import HERE, clean_up_on_sigterm, print_result, table, versions, write_report
+import gemini_ft
+from common import (
+    HERE,
+    MARK,
+    RESULTS,
+    clean_up_on_sigterm,
+    interval,
+    print_result,
+    revision,
+    spread,
+    table,
+    versions,
+    wait_until_quiet,
+    write_report,
+)
 from gemini_ft.pipeline import load_rules
 from gemini_ft.testing import Network
 from pipelines import smooth
@@ -26,8 +50,9 @@ from pipelines_models import CONTEXT, GPT_BATCH
 from sparse_sync import run_hosts
 
 CONFIGS = HERE.parent / "configs"
+BASE, AUTO = "DDP fp32", "auto"
 ROWS: dict[str, dict[str, Any]] = {
-    "DDP fp32": {"hook": "none"},
+    BASE: {"hook": "none"},
     "DDP bf16": {"hook": "bf16"},
     "PowerSGD (torch)": {"hook": "powersgd"},
     "Zen on embeddings": {"pipeline": str(CONFIGS / "pipeline_zen_embeddings.yaml")},
@@ -35,22 +60,68 @@ ROWS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"pipeline": str(CONFIGS / "pipeline_diloco.yaml")},
     "SparseLoCo": {"pipeline": str(CONFIGS / "pipeline_sparseloco.yaml")},
     "ring8": {"pipeline": [{"params": "*", "sync": "ring8"}]},
-    "auto": {"pipeline": str(CONFIGS / "pipeline_auto.yaml")},
+    AUTO: {"pipeline": str(CONFIGS / "pipeline_auto.yaml")},
 }
+PARTS = ("losses", "seconds", "report")
+CHECKED = "SparseLoCo", "200mbit"  # the cell that is run from end to end as well
+STEPS = 150
 TIMEOUT = 7200.0
-NEAR = 1.02  # times the last loss of DDP fp32: the target
+NEAR = 1.02  # times DDP's loss: the target
+QUIET = 0.1  # of the machine that other programs may take while steps are timed
 COLOURS = ("#000000", "#888888", "#937860", "#55a868", "#8172b3", "#c44e52", "#dd8452", "#4c72b0", "#da8bc3")
 WIDTH, HEIGHT, GAP = 420, 280, 70
 
 Losses = Mapping[str, Sequence[Sequence[float]]]  # by row, of each seed
-Seconds = Mapping[str, Mapping[str, Mapping[str, Any]]]  # by rate and row
+Visits = Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]  # by rate and row
+
+
+class Cells:
+    """What has been measured, in a file with a line of JSON for each cell; an interrupted program goes on with the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self._known: dict[str, dict[str, Any]] = {json.dumps(line["about"]): line["found"] for line in map(json.loads, lines)}
+
+    def measured(self, about: Mapping[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The cell, from the file if it has been measured with the same code."""
+        if (found := self._known.get(json.dumps(about))) is None:
+            found = self._known[json.dumps(about)] = measure()
+            with self._path.open("a") as file:
+                file.write(json.dumps({"about": about, "commit": revision(), "found": found}) + "\n")
+        return found
+
+
+def about(part: str, row: str, hosts: int, **job: Any) -> dict[str, Any]:
+    """All that a cell depends on: plain data, by which it is found again."""
+    return {"part": part, "row": row, "hosts": hosts, **job, "code": code_of(row)}
+
+
+def code_of(row: str) -> str:
+    """A digest of the code and of the configuration behind a row, without docstrings and comments."""
+    paths, package = [HERE / "pipelines_worker.py", HERE / "pipelines_models.py"], Path(gemini_ft.__file__).parent
+    parts = [versions(["torch"])["torch"], json.dumps(described(row), sort_keys=True).replace(str(CONFIGS), "")]
+    if (pipeline := ROWS[row].get("pipeline")) is not None:
+        parts.append(str(load_rules(pipeline)))
+        folders = [package / "pipeline", package.parent / "sync", package.parent / "compression"]
+        paths += [path for folder in folders for path in sorted(folder.glob("*.py"))]
+    return blake2b("\n".join([*parts, *map(_bare, paths)]).encode(), digest_size=8).hexdigest()
+
+
+def _bare(path: Path) -> str:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def run(hosts: int, rate: str | None, row: str, **job: Any) -> dict[str, Any]:
     """One row on one network: nine models with their optimizers are too many to be in memory at once."""
+    mark = os.environ[MARK] = uuid.uuid4().hex
     with Network(hosts, rate=rate) as network, tempfile.TemporaryDirectory() as folder:
-        about = {"model": "gpt", "rows": [described(row)], "rounds": 0, "learn": 0, **job, "folder": folder}
-        run_hosts(network, [str(HERE / "pipelines_worker.py"), json.dumps(about)], Path(folder), TIMEOUT)
+        asked = {"model": "gpt", "rows": [described(row)], "rounds": 0, "learn": 0, **job, "folder": folder, "mark": mark}
+        run_hosts(network, [str(HERE / "pipelines_worker.py"), json.dumps(asked)], Path(folder), TIMEOUT)
         (found,) = json.loads(Path(folder, "result.json").read_text())
     print(f"{row}, {rate or 'no limit'}: {found['seconds']:.3f} s, {found['losses'][-1:]}", file=sys.stderr, flush=True)
     return dict(found)
@@ -61,43 +132,109 @@ def described(row: str) -> dict[str, Any]:
     return {"name": row, "every": max((rule.every or 0 for rule in rules), default=0), **ROWS[row]}
 
 
+# -- the parts
+
+
+def trainings(cells: Cells, options: argparse.Namespace) -> dict[str, list[list[float]]]:
+    """The loss of each step, by row and seed; ``auto`` is trained as what it chooses, which depends on the links."""
+    found: dict[str, list[list[float]]] = {row: [] for row in options.rows if row != AUTO}
+    for seed, row in itertools.product(range(options.seeds), found):
+        cell = about("losses", row, options.hosts, seed=seed, steps=options.steps)
+        found[row].append(cells.measured(cell, partial(run, options.hosts, None, row, learn=options.steps, seed=seed))["losses"])
+    return found
+
+
+def timings(cells: Cells, options: argparse.Namespace) -> dict[str, dict[str, list[dict[str, Any]]]]:
+    """The visits of each cell, all of them in an order that is drawn."""
+    every = [*itertools.product(range(options.visits), options.rates, options.rows)]
+    found: dict[str, dict[str, list[dict[str, Any]]]] = {rate: {row: [] for row in options.rows} for rate in options.rates}
+    for visit, rate, row in random.Random(0).sample(every, len(every)):
+        cell = about("seconds", row, options.hosts, rate=rate, visit=visit, rounds=options.rounds)
+        found[rate][row].append(cells.measured(cell, partial(_timed, options, rate, row)))
+    return found
+
+
+def _timed(options: argparse.Namespace, rate: str, row: str) -> dict[str, Any]:
+    wait_until_quiet(QUIET, options.patience)
+    return run(options.hosts, rate, row, rounds=options.rounds)
+
+
+def checked(cells: Cells, options: argparse.Namespace) -> dict[str, Any] | None:
+    """One training on a slow link, with its losses and its seconds; None: its row or its rate is not asked for."""
+    row, rate = CHECKED
+    if row not in options.rows or rate not in options.rates:
+        return None
+    cell = about("check", row, options.hosts, rate=rate, steps=options.steps)
+    return cells.measured(cell, lambda: run(options.hosts, rate, row, learn=options.steps, seed=0))
+
+
+# -- what follows from them
+
+
+def trained_as(row: str, visits: Sequence[Mapping[str, Any]]) -> str:
+    """The row that has its losses: of ``auto``, the all-reduce that it has chosen."""
+    if row != AUTO:
+        return row
+    return "DDP bf16" if visits[0]["plan"].startswith("bf16") else BASE
+
+
 def steps_to(target: float, losses: Sequence[float]) -> int | None:
     return next((number for number, loss in enumerate(smooth(losses), 1) if loss <= target), None)
 
 
-def times(losses: Losses, seconds: Seconds) -> dict[str, dict[str, list[float | None]]]:
+def targets(losses: Losses) -> list[float]:
+    """By seed, a loss that DDP has after two thirds of its steps: others may need more of them than it does."""
+    return [NEAR * smooth(each)[2 * len(each) // 3] for each in losses[BASE]]
+
+
+def seconds_of(visits: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [seconds for visit in visits for seconds in visit["rounds"]]
+
+
+def times(losses: Losses, seconds: Visits) -> dict[str, dict[str, list[float | None]]]:
     """By rate and row, the seconds to the target of each seed; None: it was not reached."""
-    targets = [NEAR * smooth(each)[-1] for each in losses["DDP fp32"]]
     return {
         rate: {
             row: [
-                None if (steps := steps_to(target, each)) is None else steps * measured["seconds"]
-                for target, each in zip(targets, losses[row], strict=True)
+                None if (steps := steps_to(target, each)) is None else steps * statistics.median(seconds_of(visits))
+                for target, each in zip(targets(losses), losses[trained_as(row, visits)], strict=True)
             ]
-            for row, measured in rows.items()
+            for row, visits in rows.items()
         }
         for rate, rows in seconds.items()
     }
 
 
-def report(losses: Losses, seconds: Seconds, hosts: int) -> str:
-    found, tokens = times(losses, seconds), hosts * GPT_BATCH * CONTEXT
+def report(losses: Losses, seconds: Visits, check: Mapping[str, Any] | None, options: argparse.Namespace) -> str:
+    found, tokens = times(losses, seconds), options.hosts * GPT_BATCH * CONTEXT
     parts = [
-        f"{hosts} hosts, AdamW at 1e-3, {tokens} words a step. The target is {NEAR} times the last loss of DDP fp32 of the same seed, as "
-        "means of 20 steps and all ranks. Seconds are those steps times the median seconds of a step at that rate, measured apart, in "
-        "which local steps count a whole period. Processors are shared by all hosts, so computing takes longer than on hosts of their own.",
+        f"{options.hosts} hosts, AdamW at 1e-3, {tokens} words a step, {options.steps} steps. The target is {NEAR} times the loss that "
+        f"{BASE} of the same seed has after {2 * options.steps // 3} steps. Losses are means of 20 steps and all ranks; they were computed "
+        "on links without a limit, while other programs may have run, and `auto` has those of the all-reduce that it chose at the rate. "
+        "Seconds are the steps to the target times the median seconds of a step at that rate, measured apart, local steps in whole "
+        "periods, the cells in an order that was drawn; intervals are of the median (95 %). *Others* is the largest share of the machine "
+        "that other programs took meanwhile. Processors are shared by all hosts, so computing takes longer than on hosts of their own.",
+    ]
+    if check is not None:
+        row, rate = CHECKED
+        expected = options.steps * statistics.median(seconds_of(seconds[rate][row]))
+        same = "the losses above, bit for bit" if check["losses"] == losses[row][0] else "OTHER LOSSES than above"
+        parts.append(
+            f"As a check, {row} was trained from end to end at {rate}: it had {same}, and took {options.steps * check['seconds']:.0f} s; "
+            f"steps times seconds are {expected:.0f} s."
+        )
+    parts += [
         "## Loss against tokens",
         table(
-            ["row", "seeds", "last loss", "of each seed", "tokens to the target"],
+            ["row", "last loss", "of each seed", "tokens to the target"],
             [
                 [
                     row,
-                    str(len(each)),
                     f"{statistics.fmean(smooth(one)[-1] for one in each):.3f}",
                     ", ".join(f"{smooth(one)[-1]:.3f}" for one in each),
                     ", ".join(
-                        "not reached" if (steps := steps_to(NEAR * smooth(base)[-1], one)) is None else f"{steps * tokens:,}"
-                        for base, one in zip(losses["DDP fp32"], each, strict=True)
+                        "not reached" if (steps := steps_to(target, one)) is None else f"{steps * tokens:,}"
+                        for target, one in zip(targets(losses), each, strict=True)
                     ),
                 ]
                 for row, each in losses.items()
@@ -108,59 +245,66 @@ def report(losses: Losses, seconds: Seconds, hosts: int) -> str:
         cells = [
             [
                 row,
-                f"{measured['seconds']:.3f}",
-                "-" if measured["sent_bytes"] is None else f"{measured['sent_bytes'] / max(1, described(row)['every']) / 1e6:.2f}",
-                measured["plan"] or "-",
+                spread(interval(seconds_of(visits)), 3),
+                "-" if (sent := visits[0]["sent_bytes"]) is None else f"{sent / max(1, described(row)['every']) / 1e6:.2f}",
+                " / ".join(dict.fromkeys(visit["plan"] or "-" for visit in visits)),
+                f"{max(visit['foreign'] for visit in visits):.0%}",
                 ", ".join("not reached" if each is None else f"{each:.0f}" for each in found[rate][row]),
             ]
-            for row, measured in rows.items()
+            for row, visits in rows.items()
         ]
-        head = ["row", "s per step", "MB per step and rank", "plan", "s to the target, by seed"]
-        parts += [f"## {rate}", table(head, cells)]
+        parts += [f"## {rate}", table(["row", "s per step", "MB per step and rank", "plan", "others", "s to the target, by seed"], cells)]
     return "\n\n".join(parts)
 
 
-def ratios(losses: Losses, seconds: Seconds) -> dict[str, float | None]:
-    """For each rate DDP's time to the target over the best row's, and auto's over the best of the rows; None: not reached or not there."""
+def ratios(losses: Losses, seconds: Visits) -> dict[str, float | None]:
+    """For each rate DDP's time to the target over the best row's, and auto's over the best; None: not reached or not there.
+
+    The last is told twice: over all rows, and over those whose ranks are alike in each step, as auto's are.
+    """
     out: dict[str, float | None] = {}
     for rate, rows in times(losses, seconds).items():
-        known = {row: [one for one in each if one is not None] for row, each in rows.items()}
-        reached = {row: statistics.fmean(known[row]) for row, each in rows.items() if len(known[row]) == len(each)}
+        reached = {row: statistics.fmean(each) for row, each in rows.items() if None not in each}  # type: ignore[arg-type]
         best = min(reached.values(), default=None)
-        for name, top, bottom in (("ddp_over_best", reached.get("DDP fp32"), best), ("auto_over_best", reached.get("auto"), best)):
-            out[f"{name}_{rate}"] = round(top / bottom, 3) if top is not None and bottom else None
+        alike = min((value for row, value in reached.items() if not described(row)["every"]), default=None)
+        pairs = {"ddp_over_best": (BASE, best), "auto_over_best": (AUTO, best), "auto_over_best_alike": (AUTO, alike)}
+        for name, (row, bottom) in pairs.items():
+            out[f"{name}_{rate}"] = round(reached[row] / bottom, 3) if row in reached and bottom else None
     return out
 
 
-def draw(losses: Losses, seconds: Seconds, hosts: int) -> str:
+def draw(losses: Losses, seconds: Visits, hosts: int) -> str:
     """Loss against tokens, then against seconds at each rate, of the first seed, as an SVG."""
-    tokens = float(hosts * GPT_BATCH * CONTEXT)
-    scales = {"tokens": dict.fromkeys(losses, tokens)} | {
-        f"seconds at {rate}": {row: measured["seconds"] for row, measured in rows.items()} for rate, rows in seconds.items()
-    }
     curves = {row: smooth(each[0]) for row, each in losses.items()}
+    panels = [("tokens", {row: (float(hosts * GPT_BATCH * CONTEXT), curve) for row, curve in curves.items()})]
+    for rate, rows in seconds.items():
+        scaled = {row: (statistics.median(seconds_of(visits)), curves[trained_as(row, visits)]) for row, visits in rows.items()}
+        panels.append((f"seconds at {rate}", scaled))
     low, high = min(map(min, curves.values())), max(curve[0] for curve in curves.values())
-    panels = []
-    for number, (title, scale) in enumerate(scales.items()):
-        most = scale.get("DDP fp32", max(scale.values())) * len(curves["DDP fp32"])
-        lines = [
+    drawn = []
+    for number, (title, lines) in enumerate(panels):
+        most = lines[BASE][0] * len(curves[BASE])
+        parts = [
             f'<rect width="{WIDTH}" height="{HEIGHT}" fill="none" stroke="#888"/>',
             _text(0, -8, f"loss against {title}, up to {most:,.0f}"),
         ]
-        for (row, curve), colour in zip(curves.items(), COLOURS, strict=False):
+        for row, (scale, curve) in lines.items():
             places = [
-                f"{WIDTH * scale[row] * step / most:.1f},{HEIGHT * (high - loss) / (high - low):.1f}"
+                f"{WIDTH * scale * step / most:.1f},{HEIGHT * (high - loss) / (high - low):.1f}"
                 for step, loss in enumerate(curve, 1)
-                if row in scale and scale[row] * step <= most
+                if scale * step <= most
             ]
-            lines.append(f'<polyline points="{" ".join(places)}" fill="none" stroke="{colour}"/>')
-        lines += [_text(-GAP + 25, 10, f"{high:.2f}"), _text(-GAP + 25, HEIGHT, f"{low:.2f}")]
-        panels.append(f'<g transform="translate({GAP + number * (WIDTH + GAP)},30)">{"".join(lines)}</g>')
-    legend = "".join(
-        _text(GAP + 150 * number, HEIGHT + 60, row, colour) for number, (row, colour) in enumerate(zip(curves, COLOURS, strict=False))
-    )
-    size = f'width="{max(GAP + len(scales) * (WIDTH + GAP), GAP + 150 * len(curves))}" height="{HEIGHT + 80}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">{"".join(panels)}{legend}</svg>\n'
+            parts.append(f'<polyline points="{" ".join(places)}" fill="none" stroke="{_colour(row)}"/>')
+        parts += [_text(-GAP + 25, 10, f"{high:.2f}"), _text(-GAP + 25, HEIGHT, f"{low:.2f}")]
+        drawn.append(f'<g transform="translate({GAP + number * (WIDTH + GAP)},30)">{"".join(parts)}</g>')
+    names = list(dict.fromkeys([*losses, *itertools.chain(*seconds.values())]))
+    legend = "".join(_text(GAP + 150 * number, HEIGHT + 60, row, _colour(row)) for number, row in enumerate(names))
+    size = f'width="{max(GAP + len(panels) * (WIDTH + GAP), GAP + 150 * len(names))}" height="{HEIGHT + 80}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">{"".join(drawn)}{legend}</svg>\n'
+
+
+def _colour(row: str) -> str:
+    return COLOURS[list(ROWS).index(row)]
 
 
 def _text(x: float, y: float, text: str, colour: str = "#000") -> str:
@@ -169,28 +313,46 @@ def _text(x: float, y: float, text: str, colour: str = "#000") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="losses|seconds|report", help="all, if none is given")
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), default=list(ROWS))
     parser.add_argument("--rates", nargs="+", default=["50mbit", "200mbit", "1gbit"])
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=400, help="of each training")
-    parser.add_argument("--rounds", type=int, default=3, help="times that steps are timed at each rate")
-    parser.add_argument("--quick", action="store_true", help="two hosts, two ways, one rate and seed, eight steps; no report")
-    arguments = parser.parse_args()
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
+    parser.add_argument("--visits", type=int, default=2, help="times that each way begins anew at each rate, to be timed")
+    parser.add_argument("--rounds", type=int, default=3, help="times that steps are timed in each visit")
+    parser.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a quiet machine before each visit")
+    parser.add_argument("--cells", type=Path, default=RESULTS / "pipelines-gpt.jsonl", help="the file that keeps what has been measured")
+    parser.add_argument("--quick", action="store_true", help="two hosts, two ways, one rate, eight steps; nothing is kept")
+    options = parser.parse_args()
+    if odd := set(options.parts) - set(PARTS):
+        parser.error(f"{', '.join(sorted(odd))}: parts are {', '.join(PARTS)}")
     clean_up_on_sigterm()
     if (reason := Network.unavailable()) is not None:
         sys.exit(f"no shaped links: {reason}")
-    if arguments.quick:
-        arguments.rows, arguments.rates, arguments.hosts = ["DDP fp32", "ring8"], ["1gbit"], 2
-        arguments.seeds, arguments.steps, arguments.rounds = 1, 8, 1
-    rows, hosts = list(dict.fromkeys(["DDP fp32", *arguments.rows])), arguments.hosts
-    seconds = {rate: {row: run(hosts, rate, row, rounds=arguments.rounds) for row in rows} for rate in arguments.rates}
-    losses = {row: [run(hosts, None, row, learn=arguments.steps, seed=seed)["losses"] for seed in range(arguments.seeds)] for row in rows}
-    text = report(losses, seconds, hosts)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.quick:
+            options.rows, options.rates, options.hosts = [BASE, "ring8"], ["1gbit"], 2
+            options.seeds, options.steps, options.visits, options.rounds, options.patience = 1, 8, 1, 1, 0.0
+            options.cells = Path(folder, "cells.jsonl")
+        options.rows = [row for row in ROWS if row in {BASE, "DDP bf16" if AUTO in options.rows else BASE, *options.rows}]
+        cells, parts = Cells(options.cells), options.parts or PARTS
+        if "losses" in parts:
+            trainings(cells, options)
+        if "seconds" in parts:
+            timings(cells, options)
+        if "report" in parts:
+            finish(cells, options)
+
+
+def finish(cells: Cells, options: argparse.Namespace) -> None:
+    """Measures what is still missing, and puts everything together."""
+    losses, seconds, check = trainings(cells, options), timings(cells, options), checked(cells, options)
+    text = report(losses, seconds, check, options)
     print(text)
-    if not arguments.quick:
+    if not options.quick:
         path = write_report("pipelines-gpt", "A GPT over four slow links", text, versions(["torch", "gemini-ft"]))
-        path.with_suffix(".svg").write_text(draw(losses, seconds, hosts))
+        path.with_suffix(".svg").write_text(draw(losses, seconds, options.hosts))
         print(path)
     results = {"losses": {row: [smooth(one)[-1] for one in each] for row, each in losses.items()}, "seconds": times(losses, seconds)}
     print_result("pipelines_gpt", results, ratios(losses, seconds))

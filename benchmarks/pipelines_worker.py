@@ -1,7 +1,7 @@
 """One host of benchmarks/pipelines.py: every row in turns; rank 0 writes what was measured as JSON.
 
-Arguments: a JSON object with model, rows, rounds, learn (steps towards the target loss, 0: none), folder, and a seed for learning. A row
-with ``every`` is measured for so many steps at a time, of which one has an average.
+Arguments: a JSON object with model, rows, rounds, learn (steps towards the target loss, 0: none), folder, a seed for learning, and the mark
+that tells these processes from others'. A row with ``every`` is measured for so many steps at a time, of which one has an average.
 """
 
 import json
@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
+from common import Usage
 from pipelines_models import MODELS, loss_of
 
 SETTLING = 1000  # steps in which a plan must have been found
@@ -45,6 +46,7 @@ class Row:
     exchanged: float | None = None  # the same, measured on rank 0
     sent_bytes: int | None = None
     losses: list[float] = field(default_factory=list)  # mean over ranks, by step
+    foreign: float = 0.0  # share of the machine that other programs took while it was timed
 
 
 class Trainer:
@@ -120,12 +122,13 @@ def measure(job: dict[str, Any]) -> list[Row]:
         steps[row["name"]] = row.get("every") or min(MOST_STEPS, 1 + int(VISIT / timed(trainers[row["name"]].step, 1)))
     rounds: dict[str, list[float]] = {name: [] for name in trainers}
     exchanged: dict[str, list[float]] = {name: [] for name in trainers}
-    order = random.Random(0)
+    order, before = random.Random(0), Usage.now(job.get("mark", ""))
     for _ in range(job["rounds"]):
         for name, trainer in order.sample(list(trainers.items()), len(trainers)):  # nobody always comes after the same one
             trainer.step()
             rounds[name].append(timed(partial(_noted, trainer, exchanged[name]), steps[name]))
-    return [_row(name, trainer, rounds[name], exchanged[name]) for name, trainer in trainers.items()]
+    foreign = Usage.now(job.get("mark", "")).foreign_since(before)
+    return [replace(_row(name, trainer, rounds[name], exchanged[name]), foreign=foreign) for name, trainer in trainers.items()]
 
 
 def _noted(trainer: Trainer, exchanged: list[float]) -> None:
@@ -150,9 +153,11 @@ def learn(job: dict[str, Any]) -> list[Row]:
     rows = []
     for row in job["rows"]:
         trainer = Trainer(job["model"], row, job.get("seed", 0))
-        losses = torch.stack([trainer.step() for _ in range(job["learn"])])
+        found: list[torch.Tensor] = []
+        seconds = timed(lambda trainer=trainer, found=found: found.append(trainer.step()), job["learn"])  # type: ignore[misc]
+        losses = torch.stack(found)
         dist.all_reduce(losses)
-        rows.append(Row(row["name"], 0.0, [], losses=(losses / dist.get_world_size()).tolist()))
+        rows.append(Row(row["name"], seconds, [], losses=(losses / dist.get_world_size()).tolist()))
         if trainer.synchronizer is not None:
             trainer.synchronizer.close()
     return rows

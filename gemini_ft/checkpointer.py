@@ -37,7 +37,15 @@ from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp, iterators
 from gemini_ft.state.base import BoundState, PlainState, TrainingState
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
-from gemini_ft.state.gradients import FiguresReporter, GradientState, WithGradients, announced, check_presence, lets_ranks_differ
+from gemini_ft.state.gradients import (
+    FiguresReporter,
+    GradientState,
+    WithGradients,
+    announced,
+    check_presence,
+    is_elastic,
+    lets_ranks_differ,
+)
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.iterators import Resumption, check_epochs, unkept
 from gemini_ft.state.loop import EpochBegin, LoopWatch, keepable
@@ -702,7 +710,8 @@ class Checkpointer:
         """Refuses, for ``elastic: batch``, a state that another number of ranks could not load."""
         why = ""
         if self._gradients is not None:
-            why = "a gradient pipeline, whose residuals belong to each rank"
+            if not is_elastic(self._gradients):
+                why = "a gradient pipeline, whose residuals belong to each rank"
         elif isinstance(self._bound, PlainState):
             why = self._bound.why_fixed(self._joined.session.world_size)
         elif not self._resizable:

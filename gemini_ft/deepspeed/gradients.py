@@ -7,6 +7,9 @@ stage 0, BF16_Optimizer  all together, when the last micro-batch's backward pass
 stages 1 and 2           bucket by bucket (``reduce_bucket_size``); at 2 every micro-batch  what a bucket has of each group
 stage 3, experimental    the same; every rank computes whole averages and keeps its part    what a bucket has of each group
 ======================  ==================================================================  ===============================
+
+With local steps nothing of this is replaced: at stages 1 and 2 masters are divided among the ranks that train together, and DeepSpeed
+averages gradients among these. Every rank averages what its own part of the masters has moved with the ranks that have the same part.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -24,9 +28,10 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from gemini_ft.deepspeed.partitions import own_part
-from gemini_ft.errors import ConfigError
+from gemini_ft.deepspeed.partitions import divide_among, own_part, own_parts
+from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.averager import own_group
+from gemini_ft.pipeline.host_groups import host_groups, hosts_of
 from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, check_local, nothing, trained
 from gemini_ft.pipeline.routes import Gradients
@@ -61,7 +66,7 @@ class EngineGradients(BodyWithOuter):
             _refuse(_unsupported_alone(engine, rules[local[0].rule]))
         _refuse(_complex(engine.module))
         self._is_whole = not isinstance(engine.optimizer, DeepSpeedZeroOptimizer | DeepSpeedZeroOptimizer_Stage3)
-        if not self._is_whole:
+        if not (self._is_whole or local):
             _refuse(_unsupported_buckets(engine, rules))
         if not self._is_whole or isinstance(engine.optimizer, BF16_Optimizer):
             _refuse(_sparse_tensors(tensors))
@@ -81,19 +86,36 @@ class EngineGradients(BodyWithOuter):
             device=engine.device,
             profile_steps=_PROFILE_STEPS,
         )
-        if local:  # the groups have nothing else to carry
-            self._outer = OuterSteps(engine.module, parameters, local, rules, group=group, control=control, device=engine.device)
+        if local:
+            self._outer = self._outer_steps(local, ranks)
+            self.groups += self._outer.groups
         self.averager.scale = self._loss_scale
         self._replaced: list[tuple[Any, str]] = []
         self._install()
         if self.averager.rank == 0:
             self._tell(rules)
 
+    def _outer_steps(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> OuterSteps:
+        """The outer steps of parameters, or of this rank's parts of their masters."""
+        engine, rules, parts = self._engine, self.averager.rules, self._parameters
+        hosts, group, control = list[int](), self.averager.group, self._control  # which have nothing else to carry
+        if not self._is_whole:
+            hosts = hosts_of(rules[tensors[0].rule], self.averager.group)
+            groups = host_groups(ranks, hosts or range(len(ranks)), engine.seq_data_parallel_group, between=True)
+            group, control = (groups.peers, groups.control) if groups.peers.size() > 1 else (None, None)
+            divide_among(engine, groups.host)
+            parts = own_parts(engine)
+            tensors = [replace(tensor, shape=tuple(part.shape)) for tensor in tensors if (part := parts.get(tensor.name)) is not None]
+            self.groups.append(groups.host)
+        return OuterSteps(engine.module, parts, tensors, rules, group=group, control=control, device=engine.device, hosts=hosts)
+
     # -- where gradients are averaged
 
     def _install(self) -> None:
         engine, optimizer = self._engine, self._engine.optimizer
         match optimizer:
+            case DeepSpeedZeroOptimizer() if self._outer is not None:
+                self._replace(engine, "save_checkpoint", _save_no_checkpoint)
             case DeepSpeedZeroOptimizer_Stage3():
                 self._replace(optimizer, _SCATTER, self._scatter)
             case DeepSpeedZeroOptimizer():
@@ -191,6 +213,8 @@ class EngineGradients(BodyWithOuter):
         result = type(engine)._take_model_step(engine, *arguments, **named)
         if self._outer is None:
             self.step_over()
+        elif not self._is_whole and self._outer.updated():
+            engine.optimizer.update_lp_params()
         return result
 
     def _destroy(self) -> Any:
@@ -208,14 +232,14 @@ class EngineGradients(BodyWithOuter):
         stage = self._engine.zero_optimization_stage()
         if stage == 3:
             _log.warning("gradient_pipeline at ZeRO stage 3 is experimental: every rank computes whole averages, and keeps its part")
-        if self._is_whole or stage == 1:
+        if self._is_whole or stage == 1 or self._outer is not None:
             return
         for number, rule in enumerate(rules):
             if rule.compress is not None and rule.compress.make().state_dict():
                 nbytes = sum(4 * tensor.nbytes // tensor.itemsize for tensor in self.averager.tensors if tensor.rule == number)
                 _log.warning(
                     "gradient_pipeline: rule %d (%s) keeps a memory of the whole gradients on every rank, %s bytes for each of its kinds, "
-                    "which ZeRO stage %d was to divide; feedback: 0, or an unbiased method (qsgd, natural, terngrad), keeps none",
+                    "which ZeRO stage %d was to divide; feedback: 0, or an unbiased method (qsgd, int8), keeps none",
                     number + 1,
                     rule,
                     f"{nbytes:,}",
@@ -254,14 +278,26 @@ def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
 
 def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
     """The reason why ranks cannot train alone in an engine, or None."""
-    shared = f"{rule}: ranks train alone at ZeRO stage 0 in float32, where each has a whole optimizer of torch; this engine has a"
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        scales = engine.fp16_enabled() or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
+        yield scales, f"{rule}: a loss scaler skips updates on single ranks: take bf16, or leave every out"
+        yield (
+            engine.optimizer.cpu_offload,
+            f"{rule}: masters in host memory (offload_optimizer) cannot be averaged: leave one of the two out",
+        )
+        yield (
+            engine.global_steps > 0,
+            f"{rule}: masters are divided anew, which no engine survives that has made steps: begin with the rules",
+        )
+        return
     yield (
         not isinstance(engine.optimizer, torch.optim.Optimizer),
-        f"{shared} {type(engine.optimizer).__name__}: leave every out, or use DDP",
+        f"{rule}: ranks train alone at ZeRO stages 1 and 2, and at stage 0 in float32; this engine has a "
+        f"{type(engine.optimizer).__name__}: leave every out, or use one of these",
     )
     clips = "gradient_clipping has DeepSpeed add up the norms of all ranks in each step, in which no rank may wait for another"
     yield engine.gradient_clipping() > 0, f"{rule}: {clips}: set gradient_clipping to 0"
-    yield rule.within is not None, f"{rule}: within: host is of DDP and plain loops: leave it out"
+    yield rule.within is not None, f"{rule}: within: host is of ZeRO stages 1 and 2, DDP and plain loops: leave it out"
 
 
 def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]]:
@@ -287,6 +323,13 @@ def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]
     yield scattered, f"zero_optimization.reduce_scatter must be false, or left out, at stage {stage}: rules average whole buckets"
     loose = not engine.optimizer.contiguous_gradients
     yield loose, f"zero_optimization.contiguous_gradients must be true, or left out, at stage {stage}"
+
+
+def _save_no_checkpoint(*_: Any, **__: Any) -> NoReturn:
+    raise StateError(
+        "DeepSpeed's checkpoints are of one optimizer that all ranks share, and with a rule with every each rank, or host, has its own: "
+        "save engine.module.state_dict() after an average. The snapshots of gemini-ft have each rank's own state"
+    )
 
 
 def _complex(module: Any) -> Iterator[tuple[bool, str]]:

@@ -25,6 +25,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from gemini_ft.deepspeed.reshard import Cut, Fragment
 from gemini_ft.deepspeed.versions import end_to_end, groups_of_sub_groups, offsets_in_group
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.pipeline.plan import trained
 from gemini_ft.state.survey import state_dict_tensors
 
 _PARTITIONED = (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3, BF16_Optimizer)
@@ -71,6 +72,32 @@ def masters(engine: Any) -> list[tuple[str, torch.Tensor]]:
                 f"the engine's optimizer is a {type(optimizer).__qualname__}; supported: {known}, and torch optimizers at stage 0"
             )
     return found
+
+
+def own_parts(engine: Any) -> dict[str, torch.Tensor]:
+    """Name -> what this rank's masters have of a parameter: a view, in the parameter's shape where that is all of it."""
+    flat, found = dict(masters(engine)), dict[str, torch.Tensor]()
+    names = {id(param): name for name, param in trained(engine.module).items()}
+    for master, offset, param, start, stop in _of_masters(engine):
+        if start < stop:
+            part = flat[master].detach()[offset : offset + stop - start]
+            found[names[id(param)]] = part.view(param.shape) if part.numel() == param.numel() else part
+    return found
+
+
+def divide_among(engine: Any, group: Any) -> None:
+    """Has ZeRO 1 or 2 divide its masters among the ranks of a group, in place of all, before the first step. Collective within it."""
+    old = engine.optimizer
+    base = base_optimizer(old)
+    old.destroy()
+    for settings, params in zip(base.param_groups, old.bit16_groups, strict=True):
+        settings["params"] = params
+    base.state.clear()
+    engine.seq_data_parallel_group = group
+    new = engine._configure_zero_optimizer(base)
+    if getattr(engine, "_support_torch_style_backward", False):
+        new.register_grad_acc_post_hook(engine._backward_post_hook)
+    old.__dict__ = vars(new)  # whoever holds the old one, as scripts do, has the new one's state
 
 
 @torch.no_grad()

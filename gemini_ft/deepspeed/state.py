@@ -80,7 +80,7 @@ class EngineState:
         self._encoded: set[str] = set()  # what snapshots can have
         self._tree = ModuleTree({"module": engine.module})
         self._modes = Modes(self._tree.modules(), leave=_not_users) if modes else None
-        self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer)
+        self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer) and not self._lets_ranks_differ
 
     def accumulate(self, count: int) -> None:
         """Gives the engine a number of micro-batches in a step, as if its configuration said so."""
@@ -135,8 +135,11 @@ class EngineState:
     def _is_replicated(self, item: Live) -> bool:
         if item.name.startswith("frozen."):
             return not self._engine.zero_optimization_partition_weights()
-        alike = not is_partitioned(self._engine.optimizer) and not lets_ranks_differ(vars(self._engine).get("gradients"))
-        return item.role is not Role.BUFFER and alike
+        return item.role is not Role.BUFFER and not is_partitioned(self._engine.optimizer) and not self._lets_ranks_differ
+
+    @property
+    def _lets_ranks_differ(self) -> bool:
+        return lets_ranks_differ(vars(self._engine).get("gradients"))
 
     def extras(self) -> dict[str, Any]:
         """Returns all that is not in tensors.

@@ -31,6 +31,7 @@ from gemini_ft.export.state_dicts import (
 from gemini_ft.export.whole_tensors import check_covered
 from gemini_ft.recovery.restore import scatter
 from gemini_ft.state import codec
+from gemini_ft.state.gradients import KEY
 
 _ZERO3, _BF16 = "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"
 
@@ -51,7 +52,7 @@ class Engine:
         checkpoint: where to read; it stays open.
 
     Raises:
-        UnsupportedStateError: of a pipeline, whose stages hold different layers.
+        UnsupportedStateError: of a pipeline, whose stages hold different layers, or of ranks that were trained alone.
         CorruptDataError: a tensor is not whole.
         StateError: it holds a pickle that is not trusted.
 
@@ -66,6 +67,11 @@ class Engine:
         self.extras = [checkpoint.extras_of(owner, "tensors") for owner in range(len(checkpoint.shards))]
         self.about = codec.decode(self.extras[0]["about"])
         checked_aliases(self.about["keys"])
+        if any(name.startswith(f"{KEY}.outer") for name in (self.extras[0].get(KEY) or {}).get("names", ())):
+            raise UnsupportedStateError(
+                "the engine's ranks were trained alone (every in its gradient_pipeline), and each has an optimizer of its own: save "
+                "engine.module.state_dict() in the script, after an average"
+            )
         if any(value["about"] != self.extras[0]["about"] for value in self.extras):
             raise UnsupportedStateError("the ranks hold different layers (a pipeline); only engines with one stage can be exported")
         self.cuts = [Cut.unpack(codec.decode(value["cut"])) for value in self.extras]

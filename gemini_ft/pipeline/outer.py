@@ -69,7 +69,7 @@ class OuterSteps(Body):
         parameters: by name; of floats.
         tensors: the same, as rules see them.
         group: of the ranks that train apart, or of the first of each host, for the averages alone; None: one such rank, or not this one.
-        control: of all ranks and on CPUs, for what the training thread asks; None: one rank.
+        control: of all ranks that have the same parameters, and on CPUs, for what the training thread asks; None: one rank.
         host: of the ranks of this host, which train together; None: each rank trains alone.
         hosts: of each rank, the number of its host; (): each rank trains alone.
     """
@@ -108,6 +108,11 @@ class OuterSteps(Body):
             register_optimizer_step_pre_hook(weak_hook(self._step_begins)),
             register_optimizer_step_post_hook(weak_hook(self._updated)),
         ]
+
+    @property
+    def names(self) -> set[str]:
+        """Parameters of which this rank has any part."""
+        return set(self._parameters)
 
     def stepped(self) -> None:
         """Counts a step, whose update comes now.
@@ -152,10 +157,10 @@ class OuterSteps(Body):
             self._owned |= own
 
     def _updated(self, optimizer: Optimizer) -> None:
-        if not (own := self._own(optimizer)):
+        own, outermost = self._own(optimizer), self._under_way
+        if not own or outermost not in (None, optimizer):  # one that another optimizer calls, which may change parameters after it
             return
-        if self._under_way is optimizer:
-            self._stepping = None
+        self._stepping = None
         if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
             raise StateError(
                 "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others in every step, so no rank "
@@ -172,15 +177,21 @@ class OuterSteps(Body):
         if not self._awaited:
             self.catch_up()
 
+    def updated(self) -> bool:
+        """Records an update of all parameters, where torch's hooks see none: an engine has other tensors updated. Returns as `catch_up`."""
+        self._updates += 1
+        self._trained.update(self._parameters)
+        return self.catch_up()
+
     @property
     def _ripe(self) -> list[_Delayed]:
         return [each for each in self._delayed if each.step <= self._steps]
 
     @torch.no_grad()
-    def catch_up(self) -> None:
-        """Makes the outer steps that are due, if any are, and begins those that are delayed. Collective then."""
+    def catch_up(self) -> bool:
+        """Makes the outer steps that are due, and begins those that are delayed; returns whether there were any. Collective then."""
         if not (self._due or self._ripe):
-            return
+            return False
         with self._telling():
             self.settle_delayed()
             for each in self._ripe:
@@ -195,6 +206,7 @@ class OuterSteps(Body):
                     _Delayed(self._steps + delay, {name: self._where(name) for name in names if self._rules[name].delay == delay})
                 )
         self.step_over()
+        return True
 
     def settle_delayed(self) -> None:
         """Waits for an average that is under way: the averager's state is that of a moment only where none is."""
@@ -345,6 +357,12 @@ class BodyWithOuter(Body):
         """Whether parameters and optimizer state are each rank's own between two averages."""
         return self._outer is not None
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether another number of ranks can go on: what each keeps depends neither on their number nor on the ranks of its host."""
+        rules = self.averager.rules
+        return self._outer is not None and not any(rule.within or (rule.compress and rule.compress.two_phase) for rule in rules)
+
     def state_dict(self) -> dict[str, Any]:
         """As `Body.state_dict`; with local steps, what these remember under "outer"."""
         return super().state_dict() | ({} if self._outer is None else {"outer": self._outer.state_dict()})
@@ -370,7 +388,7 @@ class BodyWithOuter(Body):
         """Forgets residuals; see `Body.forget`."""
         super().forget(parameters)
         if self._outer is not None:
-            self._outer.forget(self._named(parameters))
+            self._outer.forget(self._named(parameters) & self._outer.names)
 
     def close(self) -> None:
         """Ends the threads."""

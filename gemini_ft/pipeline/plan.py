@@ -265,6 +265,6 @@ def _check_rule(number: int, rule: Rule, tensors: Sequence[Tensor], rules: Rules
         )
     if rule.fusion == "espresso" and rule.compress is not None and payload_of_one_length(rule.compress.make()) is None:
         raise ConfigError(
-            f"{what}: fusion espresso needs payloads of one length that anybody can add up, as topk, randomk, efsignsgd, onebit and qsgd "
+            f"{what}: fusion espresso needs payloads of one length that anybody can add up, as topk, randomk and qsgd "
             f"make; {rule.compress.method} makes none: take one of these, or fusion cupcake"
         )

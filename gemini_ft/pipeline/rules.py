@@ -2,7 +2,7 @@
 
 gradient_pipeline:
   - {params: "*embed*", sync: zen}
-  - {params: "*", compress: {method: dgc, ratio: 0.01}, fusion: cupcake}
+  - {params: "*", compress: {method: topk, ratio: 0.01}, fusion: cupcake}
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _PLACES = ("switch", "patience", "compare_every")  # options of sync that make n
 
 
 _FEWER_HOSTS = (
-    "an average needs all hosts: one that is lost is waited for, or a spare takes its place with its state. Leave min_hosts out, and start "
-    "spare hosts (docs/launcher.md); with fewer hosts than before local steps only begin anew, from exported weights"
+    "it is given to the launcher: with elastic: batch and gemini run --nnodes MIN:MAX the hosts that are left go on (docs/elastic.md), "
+    "and with spare hosts one of these takes the place of the lost one, with its state. Leave min_hosts out"
 )
 
 
@@ -207,7 +207,7 @@ class Rule(_RuleModel):
         if self.is_sparse and self.compress is not None and sparsifier_of(self.compress.make()) is None:
             what = f"{self.compress.method}{' with two_phase' if self.compress.two_phase else ''}"
             raise ValueError(
-                f"sync {self.sync.scheme} adds up what a sparsifier has picked, such as topk, sidco_e or dgc; "
+                f"sync {self.sync.scheme} adds up what a sparsifier has picked, such as topk or sidco_e; "
                 f"{what} is none: leave one of the two out"
             )
         is_tried = self.sync.scheme == "ring8" and self.fusion == "auto"
@@ -257,7 +257,7 @@ class Rule(_RuleModel):
             raise ValueError(
                 "control dc2 changes the ratio of a method whose error feedback keeps what is left out; "
                 f"{what} as it is given here is none that it knows: "
-                "take topk, randomk, sampled_threshold, sidco_e, sidco_p, sidco_gp, adaq or dgc, without two_phase and feedback 0"
+                "take topk, randomk, sidco_e, sidco_p or adaq, without two_phase and feedback 0"
             )
         if self.fusion in ("espresso", "auto"):
             raise ValueError(

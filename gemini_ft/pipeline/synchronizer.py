@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gemini_ft.errors import ConfigError, StateError
-from gemini_ft.hosts import host_id
 from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
+from gemini_ft.pipeline.host_groups import host_groups, hosts_of
 from gemini_ft.pipeline.measuring import ModelHook
 from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, check_local, nothing, trained
@@ -101,12 +101,7 @@ class GradientSynchronizer(BodyWithOuter):
         if otherwise is not None:
             tensors = [tensor for tensor in tensors if tensor.rule != NO_RULE]
         local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local]
-        hosts = _numbered(of_all_ranks(host_id(), own)) if local and rules[local[0].rule].within == "host" else []
-        if len(set(sizes := list(Counter(hosts).values()))) > 1:
-            raise ConfigError(
-                f"{rules[local[0].rule]}: within: host needs as many ranks on each host, and they have {', '.join(map(str, sizes))}: each "
-                "host counts as much as any other in an average. Start as many on each, or leave within out"
-            )
+        hosts = hosts_of(rules[local[0].rule], own) if local else []
         if local:
             tensors = [replace(tensor, rule=NO_RULE) for tensor in tensors] if len(set(hosts)) < len(hosts) else []
         self._has_trained = False  # in training mode, which scripts leave to evaluate, and some train without
@@ -127,7 +122,9 @@ class GradientSynchronizer(BodyWithOuter):
         self._of_all = own_group(ranks, group, "gloo") if own is not None else None
         together, control, apart = own, self._of_all, own
         if tensors and local:
-            together, control, apart = _host_groups(ranks, hosts, group)
+            groups = host_groups(ranks, hosts, group, between=False)
+            together, control = groups.host, groups.control
+            apart = groups.peers if together.rank() == 0 and groups.peers.size() > 1 else None
         super().__init__(model, parameters, tensors, rules, group=together, control=control, device=device, profile_steps=profile_steps)
         if scaler is not None and scaler.is_enabled():
             self.averager.scale = scaler.get_scale
@@ -450,25 +447,6 @@ def _check_alone(model: nn.Module, ddp: DistributedDataParallel | None, ranks: l
                 "the model's gradients are averaged by another GradientSynchronizer already: close() that one, or make one for all models "
                 "that share parameters"
             )
-
-
-def _numbered(names: Sequence[str]) -> list[int]:
-    """The number of each name, in the order in which they first come."""
-    order = list(dict.fromkeys(names))
-    return [order.index(name) for name in names]
-
-
-def _host_groups(ranks: Sequence[int], hosts: Sequence[int], group: Any) -> tuple[Any, Any, Any]:
-    """Groups of this host's ranks, twice, the second on CPUs, and of the first rank of each host; None: of one rank, or not this one's.
-
-    All ranks make as many groups, as torch names them by their number: those that are not the first of their host make some of no use.
-    """
-    members = [[rank for rank, its in zip(ranks, hosts, strict=True) if its == host] for host in range(max(hosts) + 1)]
-    mine = members[hosts[ranks.index(dist.get_rank())]]
-    place = mine.index(dist.get_rank())
-    peers = [each[place] for each in members if len(each) > place]
-    made = [own_group(mine, group), own_group(mine, group, "gloo"), own_group(peers, group)]
-    return made[0] if mine[1:] else None, made[1] if mine[1:] else None, made[2] if peers[1:] and not place else None
 
 
 def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:

@@ -87,6 +87,16 @@ class TrainingState(Protocol):
         ...
 
 
+def as_one_rank(
+    state: TrainingState, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int
+) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
+    """The result of ``resized`` where a rank takes all that the one of the same number had, modulo the ranks that there were."""
+    source = rank % len(layouts)
+    live = state.destinations(stored_specs(source, layouts), source, len(layouts))
+    reads = plan_reads([item.spec for item in live], source, layouts)
+    return reads, {item.spec.name: item.tensor for item in live}, extras[source]
+
+
 class BoundState(TrainingState, Protocol):
     """A state as a checkpointer is given it."""
 

@@ -23,7 +23,7 @@ from gemini_ft.accelerator import current_device
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import PER_RANK, Layout, Read, TensorSpec
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
-from gemini_ft.state.base import TrainingState
+from gemini_ft.state.base import TrainingState, as_one_rank
 from gemini_ft.state.hyperparameters import Given
 from gemini_ft.state.modules import Extras
 from gemini_ft.state.tensors import Live, Role, Source, describe, split_state_name, state_name
@@ -42,7 +42,8 @@ class GradientState(Protocol):
     """An object that synchronises gradients and remembers something from step to step.
 
     One whose ``lets_ranks_differ`` is true averages every few steps only: parameters and optimizer state, which differ in between,
-    are captured as each rank's own.
+    are captured as each rank's own. One whose ``is_elastic`` is true goes on with the states of some of the ranks, or with one of them
+    twice, and has a ``forget`` for ranks that are new.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -97,12 +98,18 @@ def lets_ranks_differ(gradients: GradientState | None) -> bool:
     return getattr(gradients, "lets_ranks_differ", False)
 
 
+def is_elastic(gradients: GradientState | None) -> bool:
+    """Whether another number of ranks can go on with it."""
+    return getattr(gradients, "is_elastic", False)
+
+
 class _Several:
     """The states of several synchronizers, in the order in which they were made."""
 
     def __init__(self, inner: Sequence[GradientState]) -> None:
-        self._inner = {str(number): each for number, each in enumerate(inner)}
+        self._inner: dict[str, Any] = {str(number): each for number, each in enumerate(inner)}
         self.lets_ranks_differ = any(map(lets_ranks_differ, inner))
+        self.is_elastic = all(map(is_elastic, inner))
 
     def state_dict(self) -> dict[str, Any]:
         return {number: each.state_dict() for number, each in self._inner.items()}
@@ -110,6 +117,10 @@ class _Several:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         for number, each in self._inner.items():
             each.load_state_dict(state[number])
+
+    def forget(self) -> None:
+        for each in self._inner.values():
+            each.forget()
 
     def summary(self) -> Mapping[str, Mapping[str, float]]:
         return {f"{number}, {rule}": figures for number, each in self._inner.items() for rule, figures in each.summary().items()}
@@ -128,6 +139,7 @@ class WithGradients:
         self._seen: dict[str, tuple[_Place, torch.Tensor]] = {}  # name -> as it was last surveyed
         self._rest: Extras = {}  # of the same survey, the values that are no tensors
         self._rooms: dict[str, torch.Tensor] = {}  # name -> the tensor that is being filled, until apply_extras
+        self._is_new = False  # takes the state of a rank that goes on with it, too
 
     def survey(self) -> list[Live]:
         before, self._seen = self._seen, {}
@@ -177,7 +189,10 @@ class WithGradients:
         if (saved := extras[KEY]) is None:  # made by another number of ranks
             return
         try:
-            self._gradients.load_state_dict(_tree(saved["names"], saved["values"] | rooms))
+            gradients: Any = self._gradients
+            gradients.load_state_dict(_tree(saved["names"], saved["values"] | rooms))
+            if self._is_new:
+                gradients.forget()  # it has sent nothing of which a rest could be left
         except (KeyError, TypeError, ValueError) as error:
             raise LayoutMismatchError(
                 f"the snapshot's gradient state does not fit this pipeline ({type(error).__name__}: {error}); resume with the pipeline "
@@ -187,7 +202,13 @@ class WithGradients:
     def resized(
         self, layouts: Mapping[int, Layout], extras: Mapping[int, Extras], rank: int, world_size: int
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
-        """Starts the gradients' state anew: residuals belong to a rank's share of the data, and plans to the number of ranks."""
+        """Starts the gradients' state anew: residuals belong to a rank's share of the data, and plans to the number of ranks.
+
+        Not where ranks are each other's substitutes, which have trained apart.
+        """
+        if is_elastic(self._gradients):
+            self._is_new = rank >= len(layouts)
+            return as_one_rank(self, layouts, extras, rank)
         reads, tensors, own = self._inner.resized(layouts, extras, rank, world_size)
         if rank == 0:
             pieces = [piece for layout in layouts.values() for piece in layout.pieces if is_gradient(piece.name)]

@@ -158,6 +158,12 @@ def test_names_of_one_tensor_without_number_are_not_written(tmp_path: Path, caps
     assert not (tmp_path / "out").exists()
 
 
+def test_ranks_that_were_trained_alone_have_no_whole_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = {"gradients": {"names": ["gradients.outer.steps"], "values": {"gradients.outer.steps": 3}}}
+    assert export(store(tmp_path / "store", engine_extras({**ENGINE, **alone}), engine=True), tmp_path / "out", "dcp") != 0
+    assert "the engine's ranks were trained alone" in capsys.readouterr().err
+
+
 def test_a_step_that_is_a_path_writes_nothing_elsewhere(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
     (tmp_path / "in").mkdir()

@@ -10,15 +10,14 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from deepspeed.runtime import constants
 from deepspeed_case import Case as Job
 from deepspeed_case import check
-from engine_pipeline_case import BF16, BF16_OPTIMIZER, WORDS, Case, every, loss_of, network, refusals
-from rank_kit import Batches, World, in_batches
+from engine_pipeline_case import ALONE, BF16, BF16_OPTIMIZER, WORDS, Case, every, hosts, in_one_process, refusals
+from rank_kit import Batches, World, in_batches, on_ranks
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -42,6 +41,12 @@ SETTINGS = {
     "offloaded at 3": Case(3, accumulate=2, zero=OFFLOADED, config={"zero_force_ds_cpu_optimizer": False}),
     "overlapped": Case(2, accumulate=2, zero={"overlap_comm": True, "round_robin_gradients": True}),
 }
+FREE = {"gradient_clipping": 0.0}
+ALONE_IN = {
+    "alone": Case(0, [ALONE], steps=6, config=FREE),
+    "alone at 1": Case(1, [ALONE], 2, steps=6, config=FREE),
+    "alone at 2": Case(2, [ALONE], steps=6, config=BF16 | FREE, zero={"round_robin_gradients": True}),
+}
 # Every stage and every method more than once; the rest of the matrix is a soak, and its cases come last, in batches of their own.
 EACH = [(0, "topk"), (0, "int8"), (1, "topk"), (1, "powersgd"), (2, "int8"), (2, "split"), (3, "topk"), (3, "powersgd")]
 OTHERS = [each for each in itertools.product(range(4), LOSSY) if each not in EACH]
@@ -61,7 +66,7 @@ CASES = {
     "bytes, bf16": Case(2, [], config={"communication_data_type": "bf16"}),
     "0, planned": Case(0, PLANNED, steps=12),
     **{f"{stage}, steered": Case(stage, STEERED, steps=12) for stage in (0, 2, 3)},
-    "alone": Case(0, [{"params": "*", "every": 2, "outer": {}}], steps=6, config={"gradient_clipping": 0.0}),
+    **ALONE_IN,
     "sparse, base": Case(0, steps=6, sparse=True),
     "sparse, no rules": Case(0, [], steps=6, sparse=True),
     "sparse, zen": Case(0, ZEN, steps=6, sparse=True),
@@ -158,25 +163,23 @@ def test_a_fusion_is_planned_where_all_gradients_are_there_at_once(ran: Sequence
     assert ran[0]["0, planned"]["plan"] == ran[1]["0, planned"]["plan"]
 
 
-def test_ranks_that_train_alone_end_with_the_bits_of_one_process(ran: Sequence[Mapping[str, Any]]) -> None:
-    models, anchor = [network() for _ in ran], network()
-    inner = [torch.optim.AdamW(model.parameters(), 1e-2) for model in models]
-    outer = torch.optim.SGD(anchor.parameters(), 0.7, momentum=0.9, nesterov=True)
-    for step in range(6):
-        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
-            optimizer.zero_grad()
-            loss_of(model, step, 0, rank).backward()
-            optimizer.step()
-        if step % 2:
-            with torch.no_grad():
-                for start, *own in zip(anchor.parameters(), *(model.parameters() for model in models), strict=True):
-                    start.grad = sum(start - param for param in own) / len(own)
-            outer.step()
-            for model in models:
-                model.load_state_dict(anchor.state_dict())
+@pytest.mark.parametrize("case", ALONE_IN)
+def test_ranks_that_train_alone_end_with_the_bits_of_one_process(ran: Sequence[Mapping[str, Any]], case: str) -> None:
+    expected = in_one_process(CASES[case], len(ran))
     for found in ran:
-        for name, weight in found["alone"]["weights"].items():
-            assert (weight == anchor.get_parameter(name).detach().numpy()).all(), name
+        for name, weight in found[case]["weights"].items():
+            assert (weight == expected.get_parameter(name).detach().float().numpy()).all(), name
+
+
+def test_checkpoints_of_one_optimizer_for_all_are_refused_where_each_rank_has_its_own(ran: Sequence[Mapping[str, Any]]) -> None:
+    assert "StateError: DeepSpeed's checkpoints are of one optimizer that all ranks share" in ran[0]["alone at 1"]["saved"]
+
+
+@pytest.mark.soak
+def test_hosts_that_divide_their_masters_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    within = [ALONE | {"within": "host"}]
+    cases = {f"at {stage}": Case(stage, within, steps=6, config={"gradient_clipping": 0.0}) for stage in (1, 2)}
+    assert on_ranks(tmp_path, 4, hosts, cases) == [dict.fromkeys(cases)] * 4
 
 
 class TestSparseTensors:
@@ -204,9 +207,12 @@ def test_threads_end_with_their_engine(ran: Sequence[Mapping[str, Any]]) -> None
     [
         Job(2, accumulate=2, config={"gradient_pipeline": [POWERSGD[0], TOPK[0]]}),
         Job(0, bf16=True, config={"gradient_pipeline": TOPK}),
-        Job(0, config={"gradient_pipeline": [{**TOPK[0], "every": 4, "outer": {}, "delay": 1}], "gradient_clipping": 0.0}),
+        Job(2, bf16=True, config={"gradient_pipeline": [{**TOPK[0], "every": 4, "outer": {}, "delay": 1}]}),
+        pytest.param(
+            Job(0, config={"gradient_pipeline": [{**TOPK[0], "every": 4, "outer": {}, "delay": 1}], **FREE}), marks=pytest.mark.soak
+        ),
     ],
-    ids=["stage 2", "stage 0", "alone"],
+    ids=["stage 2", "stage 0", "alone at 2", "alone"],
 )
 def test_residuals_survive_a_kill(tmp_path: Path, job: Job) -> None:
     """The losses that follow, and all state at the end, have the bits of a run that nobody has killed."""
@@ -225,11 +231,15 @@ REFUSED = {
     "summed": (Case(0, [], config={"gradient_allreduce_op": "sum"}), 'gradient_allreduce_op must be "mean" or left out'),
     "pipeline": (Case(1, []), "a PipelineEngine averages gradients in its own way; leave the section out"),
     "local steps": (
-        Case(1, [{"params": "*", "every": 2}]),
-        "ranks train alone at ZeRO stage 0 in float32, where each has a whole optimizer",
+        Case(3, [ALONE]),
+        "ranks train alone at ZeRO stages 1 and 2, and at stage 0 in float32; this engine has a DeepSpeedZeroOptimizer_Stage3",
+    ),
+    "local steps of masters elsewhere": (
+        Case(2, [ALONE], zero=OFFLOADED, config={"zero_force_ds_cpu_optimizer": False}),
+        "masters in host memory (offload_optimizer) cannot be averaged",
     ),
     "local steps that are clipped": (
-        Case(0, [{"params": "*", "every": 2}]),
+        Case(0, [ALONE]),
         "gradient_clipping has DeepSpeed add up the norms of all ranks",
     ),
     "no optimizer": (Case(0, []), "this engine has no optimizer, so it averages no gradients"),

@@ -160,7 +160,7 @@ class TestRefusals:
             ({"sync": "zen", "fusion": "cupcake"}, "sync zen takes gradients one by one; leave fusion out, or add compress"),
             (
                 {"sync": "zen", "compress": "qsgd"},
-                "sync zen adds up what a sparsifier has picked, such as topk, sidco_e or dgc; qsgd is none",
+                "sync zen adds up what a sparsifier has picked, such as topk or sidco_e; qsgd is none",
             ),
             ({"sync": "zen", "compress": "adaq"}, "adaq is none: leave one of the two out"),
             ({"sync": "zen", "compress": {"method": "topk", "two_phase": True}}, "topk with two_phase is none: leave one of the two out"),
@@ -288,7 +288,7 @@ class TestAssignment:
             ),
             (
                 [{"params": "layers*", "compress": "dgc", "fusion": "espresso"}],
-                "fusion espresso needs payloads of one length that anybody can add up, as topk, randomk, efsignsgd, onebit and qsgd make; "
+                "fusion espresso needs payloads of one length that anybody can add up, as topk, randomk and qsgd make; "
                 "dgc makes none: take one of these, or fusion cupcake",
             ),
         ],

@@ -20,6 +20,8 @@ WORDS = 60
 BF16 = {"bf16": {"enabled": True}}
 BF16_OPTIMIZER = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
+ALONE = {"params": "*", "every": 2, "outer": {}}
+
 Rules = Sequence[Mapping[str, Any]] | None
 
 
@@ -137,6 +139,7 @@ def end(engine: Any) -> None:
 def run(case: Case) -> dict[str, Any]:
     """Train to the end."""
     from deepspeed_case import whole_weights
+    from pipeline_case import error_of
 
     from gemini_ft.deepspeed.protection import bound_collectives
     from gemini_ft.pipeline.route_table import time_limit
@@ -152,6 +155,8 @@ def run(case: Case) -> dict[str, Any]:
     weights = {name: tensor.float().numpy() for name, tensor in whole_weights(engine).items()}
     gradients = vars(engine).get("gradients")
     found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}, "limits": limits}
+    if gradients and gradients.lets_ranks_differ and case.stage:
+        found["saved"] = error_of(lambda: engine.save_checkpoint("nowhere"))
     if gradients:
         found["step"] = gradients.averager.step
         found["plan"] = gradients.averager.plan.fusion
@@ -170,6 +175,61 @@ def every(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
     gc.collect()
     gc.freeze()  # what is there from now on is looked through in milliseconds
     return {name: run(case) for name, case in cases.items()}
+
+
+def in_one_process(case: Case, world: int, together: int = 1) -> nn.Module:
+    """The model after the average that ends a training, by torch's optimizers: masters lie end to end, a part for each rank of a host."""
+    models, anchor = [network() for _ in range(world // together)], network()
+    if "bf16" in case.config:
+        models, anchor = [model.bfloat16() for model in models], anchor.bfloat16().float()
+    shapes = [param.shape for param in anchor.parameters()]
+    sizes = [shape.numel() for shape in shapes]
+    room = torch.zeros(sum(sizes) + -sum(sizes) % (2 * together))
+    masters, inner = list[list[torch.Tensor]](), list[torch.optim.Optimizer]()
+    for _ in models:
+        whole = torch.cat([*(param.detach().flatten() for param in anchor.parameters()), room[sum(sizes) :]])
+        masters.append([part.view(shape) for part, shape in zip(whole[: sum(sizes)].split(sizes), shapes, strict=True)])
+        inner.append(torch.optim.AdamW([nn.Parameter(part) for part in whole.chunk(together)], 1e-2))
+    outer = torch.optim.SGD(anchor.parameters(), 0.7, momentum=0.9, nesterov=True)
+    for step in range(case.steps):
+        for host, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            total = room.to(next(model.parameters()).dtype)
+            for rank in range(host * together, (host + 1) * together):
+                model.zero_grad()
+                for micro in range(case.accumulate):
+                    (loss_of(model, step, micro, rank) / case.accumulate).backward()
+                gradients = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+                total = total + torch.cat([*gradients, room[sum(sizes) :].to(total.dtype)])
+            for param, gradient in zip(optimizer.param_groups[0]["params"], (total / together).float().chunk(together), strict=True):
+                param.grad = gradient.clone()
+            optimizer.step()
+        with torch.no_grad():
+            if step % 2:
+                for start, *own in zip(anchor.parameters(), *masters, strict=True):
+                    start.grad = torch.stack([start - param for param in own]).sum(0) / len(own)
+                outer.step()
+            for model, parts in zip(models, masters, strict=True):
+                for weight, param, start in zip(model.parameters(), parts, anchor.parameters(), strict=True):
+                    weight.copy_(param.copy_(start) if step % 2 else param)
+    return models[0]
+
+
+def hosts(cases: Mapping[str, Case]) -> dict[str, str | None]:
+    """Case -> where this rank's model differs from that of one process, where every two ranks are a host; None: nowhere, in bits."""
+    from local_steps_case import emulate_hosts
+
+    import gemini_ft
+    from gemini_ft.testing import first_difference
+
+    gemini_ft.init_process_group("gloo")
+    emulate_hosts(dist.get_rank())
+    found = {}
+    for name, case in cases.items():
+        engine = start(case)
+        steps(case, engine, case.steps)
+        found[name] = first_difference(engine.module.state_dict(), in_one_process(case, dist.get_world_size(), 2).state_dict())
+        end(engine)
+    return found
 
 
 def refusals(cases: Mapping[str, Case]) -> dict[str, str]:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import elastic_case
 import torch
 import torch.distributed as dist
 from pipeline_case import alike, error_of
@@ -22,10 +23,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DistributedSampler
 
 import gemini_ft
 from gemini_ft.compression.sparse import TopK
-from gemini_ft.pipeline import synchronizer
+from gemini_ft.pipeline import host_groups
 from gemini_ft.pipeline.routes import Plain
 from gemini_ft.pipeline.telemetry import Telemetry
 from gemini_ft.testing import digest, first_difference
@@ -50,6 +52,7 @@ class Case:
     loads: bool = False  # whether weights are loaded after the synchronizer was made
     freezes: bool = False  # whether the first layer is frozen after five steps
     strays: bool = False  # whether no optimizer has the last bias, which has gradients
+    wraps: bool = False  # whether the optimizer calls another one, and changes parameters after it
     together: int = 1  # ranks of a host, which average their gradients
 
 
@@ -66,6 +69,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "two optimizers": {"rule": {"every": 3, "outer": DILOCO}, "optimizers": 2},
     "two optimizers, each step": {"rule": {"every": 1, "outer": DILOCO}, "optimizers": 2},
     "a parameter that no optimizer has": {"rule": {"every": 3, "outer": DILOCO}, "strays": True},
+    "an optimizer around another": {"rule": {"every": 4, "outer": DILOCO}, "wraps": True},
     "weights that are loaded": {"rule": {"every": 3, "outer": DILOCO}, "loads": True},
     "frozen, compressed": {"rule": {"every": 3, "outer": DILOCO, "compress": {"method": "topk", "ratio": 1.0}}, "freezes": True},
     "frozen": {"rule": {"every": 3, "outer": DILOCO}, "freezes": True},
@@ -79,6 +83,24 @@ WITHIN = {
     for what, more, micro in (("hosts", {}, 1), ("hosts, fragments", {"fragments": 2}, 2))
     for ddp in (False, True)
 }
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Goes half of the way back to where it was two steps ago (Zhang et al., 2019)."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.count = inner, 0
+        super().__init__([param for group in inner.param_groups for param in group["params"]], {})
+        self.slow = [param.detach().clone() for param in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, param in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                slow.lerp_(param, 0.5)
+                param.copy_(slow)
 
 
 class Again(nn.Module):
@@ -113,7 +135,7 @@ def in_one_process(case: Case) -> list[nn.Module]:
     if case.loads:
         for model in [*models, anchor]:
             load(model)
-    inner = [torch.optim.AdamW([*model.parameters()][: -1 if case.strays else None], 1e-2) for model in models]
+    inner = [optimizer_of(case, [*model.parameters()][: -1 if case.strays else None]) for model in models]
     outer = torch.optim.SGD(anchor.parameters(), **rule["outer"])
     last_first = [name for name, _ in anchor.named_parameters()][::-1]
     sizes = [anchor.get_parameter(name).numel() for name in last_first]
@@ -149,6 +171,11 @@ def in_one_process(case: Case) -> list[nn.Module]:
     return models
 
 
+def optimizer_of(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    inner = torch.optim.AdamW(params, 1e-2)
+    return Lookahead(inner) if case.wraps else inner
+
+
 def load(model: nn.Module) -> None:
     """Gives a model other weights, as a script does that loads a checkpoint."""
     model.load_state_dict({name: 2 * value for name, value in network().state_dict().items()})
@@ -159,7 +186,8 @@ def _outer_step(models: list[nn.Module], together: int, anchor: nn.Module, outer
     outer.zero_grad()
     for name in due:
         start, dtype = anchor.get_parameter(name), models[0].get_parameter(name).dtype
-        moved = [start.to(dtype).float() - model.get_parameter(name).float() for model in models[::together]]
+        wide = torch.promote_types(dtype, torch.float32)
+        moved = [start.to(dtype).to(wide) - model.get_parameter(name).to(wide) for model in models[::together]]
         start.grad = torch.stack(moved).sum(0) / len(moved)
     outer.step()
     for name in due:
@@ -187,7 +215,7 @@ def on_each_rank(case: Case) -> nn.Module:
     trained = Again(model) if case.again else model
     wrapped: Any = DistributedDataParallel(trained, find_unused_parameters=case.freezes) if case.ddp else trained
     parts = [[*model.parameters()][: -1 if case.strays else None]] if case.optimizers == 1 else [[*model[at].parameters()] for at in (0, 2)]
-    optimizers = [torch.optim.AdamW(part, 1e-2) for part in parts]
+    optimizers = [optimizer_of(case, part) for part in parts]
     hook = (None, allreduce_hook) if case.hook else None
     with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", **case.rule}], otherwise=hook)) as synchronizer:
         if case.loads:
@@ -211,7 +239,7 @@ def on_each_rank(case: Case) -> nn.Module:
 
 def emulate_hosts(rank: int) -> None:
     """Has every two ranks be of a host of their own, as far as a gradient pipeline sees."""
-    patch.object(synchronizer, "host_id", lambda: f"host{rank // 2}").start()
+    patch.object(host_groups, "host_id", lambda: f"host{rank // 2}").start()
 
 
 def differences(cases: Mapping[str, Case]) -> dict[str, str | None]:
@@ -401,3 +429,73 @@ def train(out: str, delay: int = 0, **more: Any) -> int:
     checkpointer.close()
     gradients.close()
     return start
+
+
+ELASTIC = {"every": 3, "outer": DILOCO}
+
+
+def train_elastic(until: int) -> dict[str, Any]:
+    """Trains until a step, with as many ranks as there are; samples are dealt out to them."""
+    gemini_ft.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    model = elastic_case.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    gradients = gemini_ft.GradientSynchronizer(model, [{"params": "*", **ELASTIC}])
+    loader = gemini_ft.resumable(elastic_case.loader_of(elastic_case.Case(), rank, world))
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"loader": loader}, elastic="batch", interval=1)
+    checkpointer.accumulation = 2
+    start = step = checkpointer.resume()
+    for epoch in range(checkpointer.scalars.get("epoch", 0), 2):
+        loader.sampler.set_epoch(epoch)
+        for number, (_, batch) in enumerate(loader, loader.batches_done + 1):
+            is_last = number % checkpointer.accumulation == 0
+            with contextlib.nullcontext() if is_last else gradients.no_sync():
+                (model(batch).square().mean() / checkpointer.accumulation).backward()
+            if not is_last:
+                continue
+            gradients.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            checkpointer.step(epoch=epoch)
+            if step == until:
+                checkpointer.flush()
+                gradients.close()
+                return {"start": start, "weights": elastic_weights(model)}
+    raise AssertionError("the epochs ended first")
+
+
+def elastic_weights(model: nn.Module) -> list[float]:
+    return [value for param in model.parameters() for value in param.flatten().tolist()]
+
+
+def elastic_in_one_process() -> list[float]:
+    """The weights after 12 steps of 3, 2 and 3 ranks, four each."""
+    data, size, micro = elastic_case.Numbers(), elastic_case.GLOBAL, elastic_case.BATCH
+    torch.manual_seed(0)
+    models: list[nn.Module] = [elastic_case.Net()]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    inner = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    anchor = copy.deepcopy(models[0])
+    outer = torch.optim.SGD(anchor.parameters(), **DILOCO)
+    for step in range(12):
+        if step == 4:
+            del models[2], inner[2]
+        if step == 8:
+            models.append(copy.deepcopy(models[0]))
+            inner.append(torch.optim.AdamW(models[2].parameters(), lr=1e-2))
+            inner[2].load_state_dict(copy.deepcopy(inner[0].state_dict()))
+        order = DistributedSampler[Any](data, 1, 0, seed=5)
+        order.set_epoch(step // 6)
+        world = len(models)
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            own = list(order)[rank::world][step % 6 * size // world :][: size // world]
+            optimizer.zero_grad()
+            for first in range(0, len(own), micro):
+                batch = torch.stack([data[index][1] for index in own[first : first + micro]])
+                (model(batch).square().mean() * micro / len(own)).backward()
+            optimizer.step()
+        if step % 3 == 2:
+            _outer_step(models, 1, anchor, outer, {name for name, _ in anchor.named_parameters()})
+    return elastic_weights(models[0])

@@ -69,6 +69,23 @@ def test_a_failure_costs_all_that_new_steps_have_not_taken() -> None:
     assert found.share_of_rare() == 1 - 3.5 / 600
 
 
+def test_the_table_of_the_gpt_puts_losses_and_seconds_together(tmp_path: Path) -> None:
+    import pipelines_gpt
+
+    losses = {"DDP fp32": [[8.0] * 20 + [4.0] * 100], "DDP bf16": [[4.0] * 120], "DiLoCo": [[8.0] * 120]}
+    visits = {
+        row: [{"rounds": [seconds], "plan": plan}]
+        for row, seconds, plan in (("DDP fp32", 4.0, ""), ("DiLoCo", 1.0, ""), ("auto", 2.0, "bf16 even"))
+    }
+    assert pipelines_gpt.targets(losses) == [1.02 * 4.0]
+    assert pipelines_gpt.times(losses, {"r": visits})["r"] == {"DDP fp32": [40 * 4.0], "DiLoCo": [None], "auto": [2.0]}
+    assert pipelines_gpt.ratios(losses, {"r": visits}) == {"ddp_over_best_r": 80.0, "auto_over_best_r": 1.0, "auto_over_best_alike_r": 1.0}
+    about = pipelines_gpt.about("losses", "DiLoCo", 4, seed=0)
+    for measured in (1, 2):  # by another program, the second time
+        assert pipelines_gpt.Cells(tmp_path / "cells").measured(about, lambda measured=measured: {"seconds": measured}) == {"seconds": 1}
+    assert pipelines_gpt.Cells(tmp_path / "cells").measured(about | {"code": "other"}, lambda: {"seconds": 3}) == {"seconds": 3}
+
+
 def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
     import common
     import recovery_report
