@@ -25,6 +25,7 @@ from gemini_ft.core.decisions import Abort, Commit, Fatal, Holders, Thaw
 from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lacking, Send, Tell, Upload, Withdraw
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, ReplicaDivergedError, SupersededError
+from gemini_ft.wire import worker_messages as wire
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
 from gemini_ft.wire.peer_messages import (
     AllFinished,
@@ -38,24 +39,6 @@ from gemini_ft.wire.peer_messages import (
     Stragglers,
     UploadSoon,
 )
-from gemini_ft.wire.worker_messages import (
-    Collected,
-    Dispatched,
-    Excuse,
-    Figures,
-    GiveUp,
-    Granted,
-    HoldsBack,
-    Inject,
-    Launch,
-    Observed,
-    Reserve,
-    Room,
-    SessionSpec,
-    StopAfterStep,
-    ToAgent,
-    Worked,
-)
 
 
 class Stream:
@@ -63,8 +46,8 @@ class Stream:
 
     def __init__(self, name: str, run: RunContext) -> None:
         self.context = StreamContext(name, run, self.perform, self.report)
-        self.launch: Launch | None = None  # that opened the last session
-        self.inherited: SessionSpec | None = None  # of the last session of an agent before this one
+        self.launch: wire.Launch | None = None  # that opened the last session
+        self.inherited: wire.SessionSpec | None = None  # of the last session of an agent before this one
         self.finished = False
         self.finishing = False  # a rank of this host has, and of the others and the last upload it is not known
         self.unstored = ""  # why the last upload failed for good
@@ -94,7 +77,7 @@ class Stream:
         return self._session
 
     @property
-    def last_spec(self) -> SessionSpec | None:
+    def last_spec(self) -> wire.SessionSpec | None:
         """The last session, perhaps of an agent before this one."""
         return self.context.spec or self.inherited
 
@@ -103,7 +86,7 @@ class Stream:
         """The version that the last session resumed, if nothing has been committed since."""
         return self.context.spec.resumed if self.context.spec is not None and not self._progressed else None
 
-    def open(self, spec: SessionSpec, readopt: bool, committed: Version | None) -> None:
+    def open(self, spec: wire.SessionSpec, readopt: bool, committed: Version | None) -> None:
         """Begins an incarnation; ``readopt``: continues the present one, after this agent was restarted in its middle.
 
         Raises:
@@ -208,30 +191,30 @@ class Stream:
 
     # -- workers
 
-    def on_worker_message(self, worker: WorkerConnection, message: ToAgent) -> None:
+    def on_worker_message(self, worker: WorkerConnection, message: wire.ToAgent) -> None:
         match message:
-            case Observed(profile=profile):
+            case wire.Observed(profile=profile):
                 self.session.outbound.pacing.observed(worker.rank, profile)
-            case HoldsBack(steps=steps, why=why):
+            case wire.HoldsBack(steps=steps, why=why):
                 self.session.outbound.pacing.held_back(worker.rank, steps, why)
-            case Worked(window=window, times=times):
+            case wire.Worked(window=window, times=times):
                 self.session.worked(worker.rank, window, times)
-            case Figures(figures=figures):
+            case wire.Figures(figures=figures):
                 self._figures[worker.rank] = figures
-            case Dispatched():
+            case wire.Dispatched():
                 self.session.outbound.dispatched(message)
-            case Collected():
+            case wire.Collected():
                 self._inbound.collected(message)
-            case Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
+            case wire.Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
                 self.attempts -= not self._excused
                 self._excused = True
-            case Inject(owner=owner):
+            case wire.Inject(owner=owner):
                 copies = self.context.slot_store.damage(owner)
                 self.context.log(f"fault injection: flipped a bit in {copies} copies of rank {owner}'s shard")
             case _:
-                if isinstance(message, GiveUp):
+                if isinstance(message, wire.GiveUp):
                     self.context.measures.skipped(message.reason)
-                elif isinstance(message, Reserve):
+                elif isinstance(message, wire.Reserve):
                     self.context.measures.reserved()
                 self._own.on_message(worker, message)
 
@@ -256,7 +239,7 @@ class Stream:
             self.context.log("this host is drained")
             self.context.run.leaving.update((each.launch.pid, each.launch.ticks) for each in present if each.launch is not None)
             self.report(UploadSoon())
-            self.context.tell_workers(StopAfterStep())
+            self.context.tell_workers(wire.StopAfterStep())
         return len(present)
 
     def drain_other(self, host: str) -> bool:
@@ -316,7 +299,7 @@ class Stream:
                 case Grant(owner=owner, slot=slot, version=version):
                     context.slot_store.memory[owner, slot].clear()
                     if owner in context.workers:
-                        context.workers[owner].send(Granted(iteration=version.iteration, slot=slot))
+                        context.workers[owner].send(wire.Granted(iteration=version.iteration, slot=slot))
                 case Send(owner=owner, slot=slot, version=version, peer=peer):
                     self.session.outbound.send(owner, version, slot, context.slot_store.memory[owner, slot], peer)
                 case CancelSend(owner, version, peer):
@@ -351,7 +334,7 @@ class Stream:
             if not self.context.host.owns(owner):
                 self._tasks.spawn(top_up(owner))
             else:
-                self.context.workers[owner].send(Room())
+                self.context.workers[owner].send(wire.Room())
 
     def accounts(self) -> dict[str, tuple[float, str]]:
         """Asks all hosts for their accounts of themselves, if this one leads; returns those that have come: when, and the account."""

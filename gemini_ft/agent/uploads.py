@@ -21,21 +21,8 @@ from gemini_ft.config import StorageConfig
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError, SupersededError
+from gemini_ft.storage import checkpoints
 from gemini_ft.storage.base import Storage, exists
-from gemini_ft.storage.checkpoints import (
-    MANIFEST,
-    Manifest,
-    checkpoint_folder,
-    mark_key,
-    note_on_host,
-    note_path,
-    read_manifest,
-    read_mark,
-    recall_on_host,
-    shard_key,
-    write_manifest,
-    write_mark,
-)
 from gemini_ft.storage.decisions import Descent, Sighting
 from gemini_ft.storage.lookout import check_not_superseded, other_by_mark
 from gemini_ft.storage.opening import open_storage
@@ -166,7 +153,7 @@ class Uploader:
             return self._failed(version, error)
         self._newest = (version, time.time())
         # Not waited for, as the home folder may be on a network file system that hangs.
-        self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))
+        self.background.spawn(asyncio.to_thread(checkpoints.note_on_host, self.config.url, self._run, self._spec.stream, version))
         outage = self._failures.pop(_UPLOADS, None)
         if outage is None:
             return ""
@@ -185,7 +172,7 @@ class Uploader:
 
     def _recall(self) -> None:
         """Finds out which checkpoints were stored before this session."""
-        if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
+        if self._newest is None and (mark := checkpoints.recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
             self._newest = self._newest or (mark.version, mark.at)
 
     def _stake(self) -> str:
@@ -197,7 +184,7 @@ class Uploader:
     def _delete_orphans(self, keys: set[str]) -> None:
         """Deletes shards of uploads that a later one has overtaken, where no manifest makes them a checkpoint."""
         for folder in {key.rpartition("/")[0] for key in keys}:
-            shards, manifest = {key for key in keys if key.startswith(f"{folder}/")}, f"{folder}/{MANIFEST}"
+            shards, manifest = {key for key in keys if key.startswith(f"{folder}/")}, f"{folder}/{checkpoints.MANIFEST}"
             with contextlib.suppress(StorageError):  # what stays is deleted when the job starts again
                 if exists(self._storage, manifest):
                     continue
@@ -243,7 +230,7 @@ class Uploader:
 
     def _write(self, owner: int, memory: SlotMemory, version: Version) -> ShardRecord:
         shape = memory.shape
-        key = shard_key(checkpoint_folder(self._run, self._spec.stream, version), owner)
+        key = checkpoints.shard_key(checkpoints.checkpoint_folder(self._run, self._spec.stream, version), owner)
         data, extras = memory.data(0, shape.data_bytes), memory.data(shape.data_bytes, memory.extras_bytes)
         if (trouble := self._delete_leftovers()) and len({key.rpartition("/")[0] for key in list(self._leftovers)}) > 1:
             raise StorageError(f"nothing more is written while the shards of failed uploads cannot be deleted: {trouble}")
@@ -273,7 +260,7 @@ class Uploader:
             UnclearUploadError: the same, and it is not certain that there is none.
         """
         epoch = self._term.leads_in
-        manifest = Manifest(
+        manifest = checkpoints.Manifest(
             run=self._run,
             stream=self._spec.stream,
             incarnation=version.incarnation,
@@ -297,13 +284,13 @@ class Uploader:
                 check_not_superseded(self._storage, manifest)
                 self._check_leads(epoch)
                 is_begun = True
-                write_manifest(self._storage, manifest)
+                checkpoints.write_manifest(self._storage, manifest)
             self._withdraw_late(manifest, epoch)
             if not self._is_written(manifest):
                 raise StorageError(f"{self.config.url}: the manifest of {version} could not be read back")
             self._check_leads(epoch)
             if other_by_mark(self._storage, manifest) is None:  # else another job's mark stays, so that it is found
-                write_mark(self._storage, self._run, self._spec.stream, version)
+                checkpoints.write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:
             await self._insist("the manifest", write)
@@ -326,7 +313,7 @@ class Uploader:
         if epoch is None or self._term.leads_in != epoch:
             raise StorageError("another host leads the commits by now, and decides what is stored")
 
-    def _withdraw_late(self, manifest: Manifest, epoch: int | None) -> None:
+    def _withdraw_late(self, manifest: checkpoints.Manifest, epoch: int | None) -> None:
         """Deletes a manifest that was written too late: another host leads by now, and the shards may have been deleted meanwhile.
 
         Where they are there, it is a checkpoint, and may be the one because of which the other host deletes older ones.
@@ -351,26 +338,26 @@ class Uploader:
         if self._newest is None:
             return
         run, stream = self._run, self._spec.stream
-        if not any(
-            map(partial(exists, self._storage), (mark_key(run, stream), f"{checkpoint_folder(run, stream, self._newest[0])}/{MANIFEST}"))
-        ):
-            note = note_path(self.config.url, run, stream)
+        if not any(exists(self._storage, key) for key in (checkpoints.mark_key(run, stream), self._manifest_key(self._newest[0]))):
+            note = checkpoints.note_path(self.config.url, run, stream)
             raise StorageError(
                 f"{self.config.url}: this run has stored {self._newest[0]} here, and nothing of it is there any more: is a mount missing? "
                 f"If all was deleted on purpose, delete {note} as well, and start the job again"
             )
 
-    def _is_written(self, manifest: Manifest) -> bool:
+    def _manifest_key(self, version: Version) -> str:
+        return f"{checkpoints.checkpoint_folder(self._run, self._spec.stream, version)}/{checkpoints.MANIFEST}"
+
+    def _is_written(self, manifest: checkpoints.Manifest) -> bool:
         try:
-            return read_manifest(self._storage, manifest.folder) == manifest
+            return checkpoints.read_manifest(self._storage, manifest.folder) == manifest
         except (CorruptDataError, ObjectGoneError):
             return False
 
     async def holds(self, version: Version) -> bool:
         """Whether a version is known to be stored: its manifest is there."""
-        key = f"{checkpoint_folder(self._run, self._spec.stream, version)}/{MANIFEST}"
         try:
-            return await asyncio.to_thread(exists, self._storage, key)
+            return await asyncio.to_thread(exists, self._storage, self._manifest_key(version))
         except (StorageError, OSError):
             return False
 
@@ -400,17 +387,17 @@ class Uploader:
             return "", ""
         return f"storage: old checkpoints can be deleted again after {time.time() - outage.since:.0f} s; uploads go on", ""
 
-    def _withdraw(self, manifest: Manifest) -> bool:
+    def _withdraw(self, manifest: checkpoints.Manifest) -> bool:
         """Does what `_delete_manifest` does, unless the mark names this checkpoint, though the store has denied it, or may name it."""
         try:
-            named = read_mark(self._storage, self._run, self._spec.stream)
+            named = checkpoints.read_mark(self._storage, self._run, self._spec.stream)
         except GeminiError:
             return False
         return named != manifest.version and self._delete_manifest(manifest)
 
-    def _delete_manifest(self, manifest: Manifest) -> bool:
+    def _delete_manifest(self, manifest: checkpoints.Manifest) -> bool:
         """Deletes a manifest, which may exist although writing it failed: its shards go next. Returns whether there is none for certain."""
-        key = f"{manifest.folder}/{MANIFEST}"
+        key = self._manifest_key(manifest.version)
         try:
             self._storage.delete(key)
         except StorageError:

@@ -29,28 +29,8 @@ from gemini_ft.core.tree import Ways
 from gemini_ft.core.versions import Version
 from gemini_ft.core.words import named
 from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.wire import peer_messages as wire
 from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
-from gemini_ft.wire.peer_messages import (
-    Admitted,
-    AllFinished,
-    AskAccount,
-    DrainHost,
-    Examined,
-    Heartbeat,
-    PeerMessage,
-    Rejoin,
-    Relayed,
-    ReportAccount,
-    ReportFinished,
-    ReportNeed,
-    ReportUploaded,
-    ReportWork,
-    Silent,
-    Stragglers,
-    UploadSoon,
-    WayUp,
-    peers,
-)
 from gemini_ft.wire.tcp import Connection, MessagesOnly
 
 _LONGEST = 128  # characters of a hash or a nonce; a report with a longer one is ignored
@@ -98,7 +78,7 @@ class Leader:
         book: Ledger,
         world_size: int,
         storing: Storing | None,
-        on_decision: Callable[[PeerMessage], None],
+        on_decision: Callable[[wire.PeerMessage], None],
         *,
         patience: float = 0.0,
         ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
@@ -150,7 +130,7 @@ class Leader:
     def join(self, connection: Connection, host: str) -> MemberPort:
         port = MemberPort(self, connection, host)
         self._ports.add(port)
-        asyncio.get_running_loop().call_soon(port.tell, WayUp(is_open=True, epoch=self._epoch))  # after the word that it is accepted
+        asyncio.get_running_loop().call_soon(port.tell, wire.WayUp(is_open=True, epoch=self._epoch))  # after the word that it is accepted
         return port
 
     def through(self, port: MemberPort) -> set[str]:
@@ -169,7 +149,7 @@ class Leader:
         for host in self._ways.lose(port):
             self._lost[host] = -math.inf if host in port.silent else port.heard
 
-    def hear(self, message: PeerMessage, host: str, port: MemberPort) -> None:
+    def hear(self, message: wire.PeerMessage, host: str, port: MemberPort) -> None:
         """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).
 
         It is not believed about anything that belongs to another host.
@@ -179,7 +159,7 @@ class Leader:
         """
         if host != port.host and port.host not in self._allowed.get(host, ()):
             raise PeerError(f"host {port.host!r} is no collector for host {host!r}")
-        if isinstance(message, Rejoin):
+        if isinstance(message, wire.Rejoin):
             is_late = message.epoch != self._epoch or host == self._host
             if is_late or not self._ways.greet(host, message.attempt, port):
                 return
@@ -188,17 +168,17 @@ class Leader:
             roots = {owner: root for owner, root in message.roots.items() if can_be and host in self.book.holders.get(owner, ())}
             message = message.model_copy(update={"committed": message.committed if can_be else None, "roots": roots})
             if host != port.host:
-                port.connection.send(Admitted(host=host, attempt=message.attempt))
+                port.connection.send(wire.Admitted(host=host, attempt=message.attempt))
         elif not self._ways.counts(host, port):
             return
         if isinstance(message, Gathered | GatheredSkips) or (isinstance(message, Completed | Copies) and message.host != host):
             raise PeerError(f"host {host!r} reports copies of another host")
         match message:
-            case Skipped(owner=rank) | ReportUploaded(owner=rank) if not self.book.owns(host, rank):
+            case Skipped(owner=rank) | wire.ReportUploaded(owner=rank) if not self.book.owns(host, rank):
                 return
-            case ReportNeed(host=of) | Examined(host=of) | ReportWork(host=of) | ReportAccount(host=of) if of != host:
+            case wire.ReportNeed(host=of) | wire.Examined(host=of) | wire.ReportWork(host=of) | wire.ReportAccount(host=of) if of != host:
                 return
-            case ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
+            case wire.ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
                 self._finish(rank)
             case _:
                 self.take(message, Audience({host}, port))
@@ -212,7 +192,7 @@ class Leader:
         if kept.hosts:
             self.take(kept, Audience(set(kept.hosts), port))
 
-    def take(self, message: PeerMessage, member: Audience | None = None) -> None:
+    def take(self, message: wire.PeerMessage, member: Audience | None = None) -> None:
         """Takes a report, of another host or our own; ``member``: who hears the answer, if it is for nobody else."""
         now = time.monotonic()
         if isinstance(message, Completed | Copies | Gathered | Skipped | GatheredSkips):
@@ -225,38 +205,38 @@ class Leader:
                 self._repeat(decisions, member)
             else:
                 self._apply(decisions)
-        elif isinstance(message, ReportUploaded):
+        elif isinstance(message, wire.ReportUploaded):
             outcome = (
                 self.book.upload_over(message.version, message.error)
                 if message.error
                 else self.book.uploaded(message.owner, message.version, message.record)
             )
             self._apply(outcome)
-        elif isinstance(message, Rejoin):
+        elif isinstance(message, wire.Rejoin):
             self._welcome(message, now, member)
-        elif isinstance(message, ReportNeed):
+        elif isinstance(message, wire.ReportNeed):
             self._pace = self._pace or Pace(message.interval)
             if self._pace.report(message.host, message.steps):
                 self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
                 self._tell(self._paced)
             elif message.interval != self._pace.interval:  # it has not heard of a change, perhaps by the leader before this one
                 self._tell(self._paced or Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why), member)
-        elif isinstance(message, UploadSoon):
+        elif isinstance(message, wire.UploadSoon):
             self._apply(self.book.upload_soon(now))
-        elif isinstance(message, DrainHost):
+        elif isinstance(message, wire.DrainHost):
             if message.host in self.book.hosts and message.host not in self._drained:  # hosts repeat it to a new leader
                 self._drained.add(message.host)
                 self._tell(message)
-        elif isinstance(message, Examined) and self._inquest is not None:
+        elif isinstance(message, wire.Examined) and self._inquest is not None:
             self._inquest.hear(message, self._tell)
-        elif isinstance(message, ReportWork) and self._stragglers is not None:
+        elif isinstance(message, wire.ReportWork) and self._stragglers is not None:
             if (text := self._stragglers.add(message.host, message.window, message.ranks)) is not None:
-                self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=text))
-        elif isinstance(message, ReportAccount):
+                self._tell(wire.Stragglers(ranks=sorted(self._stragglers.slow), text=text))
+        elif isinstance(message, wire.ReportAccount):
             length, others = len(message.document), self._of_accounts - len(self.accounts.get(message.host, (now, ""))[1])
             if length <= min(_LONGEST_ACCOUNT, max(_ALL_ACCOUNTS - others, _ALL_ACCOUNTS // len(self.book.hosts))):
                 self.accounts[message.host], self._of_accounts = (now, message.document), others + length
-        elif isinstance(message, ReportFinished):
+        elif isinstance(message, wire.ReportFinished):
             self._apply(self.book.finish(message.rank))
             if member is None and message.rank in self._at_work:  # other hosts remember their own ranks
                 self._at_work.discard(message.rank)
@@ -282,7 +262,7 @@ class Leader:
             else:
                 self._on_decision(decision)
 
-    def _welcome(self, message: Rejoin, now: float, member: Audience | None) -> None:
+    def _welcome(self, message: wire.Rejoin, now: float, member: Audience | None) -> None:
         """Tells a host that has joined what it may have missed; all others as well, if it is news to this leader too."""
         before = self.book.committed
         host = next(iter(member.hosts)) if member is not None else ""
@@ -301,11 +281,11 @@ class Leader:
         if self._paced is not None:
             self._tell(self._paced, member)
         if member is not None and self._stragglers is not None and self._stragglers.slow:  # one that knows it already says nothing of it
-            self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=self._stragglers.text), member)
+            self._tell(wire.Stragglers(ranks=sorted(self._stragglers.slow), text=self._stragglers.text), member)
         if member is not None and host in self._drained:
-            self._tell(DrainHost(host=host), member)
+            self._tell(wire.DrainHost(host=host), member)
         if member is not None and self._ended:
-            self._tell(AllFinished(unstored=self.book.unstored), member)
+            self._tell(wire.AllFinished(unstored=self.book.unstored), member)
 
     @property
     def ending(self) -> bool:
@@ -323,7 +303,7 @@ class Leader:
             self.book.note_unstored("the host that led the commits was lost before it was stored")
         if not self.book.unstored or self.book.has_diverged or now >= self._ends_by:
             self._ended = True
-            self._tell(AllFinished(unstored=self.book.unstored))
+            self._tell(wire.AllFinished(unstored=self.book.unstored))
         elif now >= self._again_at and not self.book.obstacle:
             self._again_at = now + _AGAIN
             self._tasks.spawn(self._store_last())
@@ -355,7 +335,7 @@ class Leader:
             self._end(now)
             for port in self._ports:
                 if now - port.spoke >= _TICK:
-                    port.tell(Heartbeat())
+                    port.tell(wire.Heartbeat())
 
     def missing(self, now: float) -> list[str]:
         """Hosts that have not been here, or are not any more, and of which nothing is heard."""
@@ -441,9 +421,9 @@ class Leader:
 
     def ask_accounts(self) -> None:
         """Asks all hosts for their accounts of themselves, which come in `accounts`."""
-        self._tell(AskAccount())
+        self._tell(wire.AskAccount())
 
-    def _tell(self, message: PeerMessage, member: Audience | None = None) -> None:
+    def _tell(self, message: wire.PeerMessage, member: Audience | None = None) -> None:
         """Tells all hosts, this one last; or one of them alone."""
         if member is not None:
             member.send(message)
@@ -451,7 +431,7 @@ class Leader:
         self._tell_others(message)
         self._on_decision(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
 
-    def _tell_others(self, message: PeerMessage) -> None:
+    def _tell_others(self, message: wire.PeerMessage) -> None:
         now = time.monotonic()
         general, apart = message, frozenset[str]()
         if isinstance(message, Commit):
@@ -474,10 +454,10 @@ class Audience:
     hosts: set[str]
     port: MemberPort
 
-    def send(self, message: PeerMessage) -> None:
+    def send(self, message: wire.PeerMessage) -> None:
         """Sends to these hosts; a message that is not relayed reaches every host behind the connection."""
         connection = self.port.connection
-        connection.send(message if self.port.is_alone else Relayed.of(sorted(self.hosts), message))
+        connection.send(message if self.port.is_alone else wire.Relayed.of(sorted(self.hosts), message))
 
 
 class MemberPort(MessagesOnly):
@@ -488,7 +468,7 @@ class MemberPort(MessagesOnly):
         self.heard = self.spoke = time.monotonic()  # when something was heard, and sent to all that are reached here
         self.silent: frozenset[str] = frozenset()  # hosts of a collector of which it hears nothing
 
-    def tell(self, message: PeerMessage) -> None:
+    def tell(self, message: wire.PeerMessage) -> None:
         self.spoke = time.monotonic()
         self.connection.send(message)
 
@@ -496,17 +476,17 @@ class MemberPort(MessagesOnly):
     def is_alone(self) -> bool:
         return self._leader.through(self) <= {self.host}
 
-    def on_message(self, message: PeerMessage) -> memoryview | None:
+    def on_message(self, message: wire.PeerMessage) -> memoryview | None:
         self.heard = time.monotonic()
         match message:
-            case Heartbeat():
+            case wire.Heartbeat():
                 pass
-            case Silent(hosts=hosts):
+            case wire.Silent(hosts=hosts):
                 self.silent = frozenset(hosts)
             case Gathered() | GatheredSkips():
                 self._leader.hear_gathered(message, self)
-            case Relayed(hosts=[host], body=body):
-                self._leader.hear(peers.unpack(body), host, self)
+            case wire.Relayed(hosts=[host], body=body):
+                self._leader.hear(wire.peers.unpack(body), host, self)
             case _:
                 self._leader.hear(message, self.host, self)
         return None
