@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -66,7 +67,8 @@ class Transfers:
         assert self._record is not None
         settings: dict[str, object] = {"url": self._url, "endpoint_url": self.endpoint, "every_steps": 1}
         order = Stage(owner=0, version=VERSION, record=self._record.model_dump_json(), storage=settings)
-        copy = StoredCopy("bench", "main", order, lambda text: None)
+        context: Any = SimpleNamespace(run=SimpleNamespace(run_id="bench"), name="main", log=lambda text: None)
+        copy = StoredCopy(context, order)
         memory = SlotMemory.create(copy.shape)
         copy.fill(memory)
         memory.close()

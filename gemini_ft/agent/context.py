@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gemini_ft.agent.figures import Measures
@@ -30,14 +30,14 @@ from gemini_ft.wire.worker_messages import Custody, SessionSpec, ToWorker
 class Custodians:
     """The custodians of one stream on one host. ``workers``: of the present incarnation, by rank."""
 
-    def __init__(self, workers: Callable[[], Iterable[WorkerConnection]]) -> None:
+    def __init__(self, workers: Mapping[int, WorkerConnection]) -> None:
         self._workers = workers
         self._keepers: dict[int, WorkerConnection] = {}  # id of a replica's memory -> the worker that keeps its descriptor
 
     def entrust(self, memory: SlotMemory) -> None:
         """Lets a local worker keep a replica's descriptor, unless one does: one worker per owner, spread over many owners."""
         keeper = self._keepers.get(id(memory))
-        workers = sorted((worker for worker in self._workers() if worker.alive), key=lambda worker: worker.rank)
+        workers = sorted((worker for worker in self._workers.values() if worker.alive), key=lambda worker: worker.rank)
         if workers and (keeper is None or keeper not in workers):
             keeper = workers[memory.shape.owner % len(workers)]
             self._keepers[id(memory)] = keeper
@@ -121,8 +121,8 @@ class StreamContext:
         self.stragglers: list[int] = []
         self.host = Host(name=run.host)
         self.workers: dict[int, WorkerConnection] = {}
-        self.custodians = Custodians(self.workers.values)
-        self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files, self.note_damage)
+        self.custodians = Custodians(self.workers)
+        self.slot_store = SlotStore(self)
         self.counters = dict.fromkeys(_COUNTED, 0)
         self.measures = Measures()
 

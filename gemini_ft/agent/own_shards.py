@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gemini_ft import failpoints
-from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.pacing import end_of
 from gemini_ft.agent.replication.receive import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
-from gemini_ft.agent.replication.send import Outbound
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.roots import checksum
@@ -28,6 +27,9 @@ from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.peer_messages import UploadSoon
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Landed, Queued, Request, Reserve, Reserved, StopAfterStep, ToAgent
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.stream import Stream
 
 _MOST = 32  # threads; one forms about 6 GB/s, and a copy is as good as lost if its checksums take longer than a step
 
@@ -91,15 +93,10 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class OwnShards:
-    """The shards that workers of this host copy into their slots.
+    """The shards that workers of this host copy into their slots. ``inbound`` has replicas that a worker can keep, as soon as one comes."""
 
-    Args:
-        inbound: has replicas that a worker can keep, as soon as one comes.
-        outbound: the sending side of the present session.
-    """
-
-    def __init__(self, context: StreamContext, inbound: Inbound, outbound: Callable[[], Outbound]) -> None:
-        self._context, self._inbound, self._outbound = context, inbound, outbound
+    def __init__(self, stream: Stream, inbound: Inbound) -> None:
+        self._stream, self._context, self._inbound = stream, stream.context, inbound
         self._tasks = Tasks()
         self._hashing: dict[int, Hashing] = {}  # owner -> its shard on the way from a device, or the last one
 
@@ -179,7 +176,7 @@ class OwnShards:
 
     def _put(self, owner: int, memory: SlotMemory, index: int, offset: int, nbytes: int, digest: int) -> None:
         memory.put_chunk(index, offset, nbytes, digest)
-        for link in self._outbound().links_of(owner):
+        for link in self._stream.session.outbound.links_of(owner):
             link.chunk_ready()
 
     def _landed(self, owner: int, landed: Landed) -> None:
@@ -226,5 +223,5 @@ class OwnShards:
             context.perform(context.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
             return
         failpoints.reached("agent_copied", version.iteration, owner)
-        self._outbound().copied(owner, version, end_of(owner, memory, message.digest))
+        self._stream.session.outbound.copied(owner, version, end_of(owner, memory, message.digest))
         context.perform(context.host.completed(owner, version, memory.shape.layout_hash, message.digest, memory.root))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.context import StreamContext
 
 _EVERY = 10.0  # seconds between two lines in the log
 
@@ -20,9 +23,9 @@ class TransferProgress:
         done: bytes transferred so far.
     """
 
-    def __init__(self, what: str, total: int, log: Callable[[str], None]) -> None:
+    def __init__(self, what: str, total: int, context: StreamContext) -> None:
         self.what, self.total, self.done = what, total, 0
-        self._log, self._began = log, time.monotonic()
+        self._log, self._began = context.log, time.monotonic()
         self._said = self._began
         self._lock = threading.Lock()
 

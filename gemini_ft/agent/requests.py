@@ -33,7 +33,7 @@ class Requests:
         self._workers: set[WorkerConnection] = set()
         self._over: set[WorkerConnection] = set()  # still connected, but have said that their attempt is over
         self._launches = Launches()
-        self.hangs = HangWatch(run.log, lambda worker: self._stream(worker).examine(worker))
+        self.hangs = HangWatch(self)
         self.departure = Departure(streams.by_name, self._workers, self._launches)
         self._domain, self._began = "", time.time()
         self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen
@@ -135,6 +135,10 @@ class Requests:
         self._run.log(f"rank {worker.rank} (pid {worker.pid}) {how}")
         self._stream(worker).worker_lost(worker)
         self._stream(worker).unseal(worker)
+
+    async def examine(self, worker: WorkerConnection) -> None:
+        """Looks, in bounded time, at why a worker hangs, before it is killed."""
+        await self._stream(worker).examine(worker)
 
     # -- answers
 

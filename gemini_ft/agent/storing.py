@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.staging import StoredCopy, hang_up
@@ -14,13 +14,16 @@ from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import ReportUploaded
 from gemini_ft.wire.worker_messages import SessionSpec, Stage
 
+if TYPE_CHECKING:
+    from gemini_ft.agent.stream import Stream
+
 
 class Storing:
     """Pins slots while they are uploaded, and tells the leader and the user."""
 
     def __init__(self, context: StreamContext, spec: SessionSpec, term: Term) -> None:
         self._context = context
-        self.uploader = Uploader(spec, context.run.run_id, context.log, term)
+        self.uploader = Uploader(spec, context, term)
         self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard
 
     def upload(self, owner: int, slot: int, version: Version) -> None:
@@ -71,20 +74,16 @@ class Storing:
 
 
 class Stagings:
-    """Gets shards of a stored checkpoint into memory, each once, however often it is asked for.
+    """Gets shards of a stored checkpoint into memory, each once, however often it is asked for."""
 
-    Args:
-        end_rebuilding: stops what would lay down other copies meanwhile.
-    """
-
-    def __init__(self, context: StreamContext, end_rebuilding: Callable[[], Awaitable[None]]) -> None:
-        self._context, self._end_rebuilding = context, end_rebuilding
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._context = stream, stream.context
         self._tasks: dict[tuple[int, Version], asyncio.Task[None]] = {}  # (owner, version) -> its reading
 
     async def stage(self, order: Stage) -> None:
         """Gets a shard into memory, unless it is there. It is worth nothing any more when a session opens without it.
 
-        Raises what `Vault.stage` does.
+        Raises what `SlotStore.stage` does.
         """
         key = order.owner, order.version
         if key not in self._tasks:
@@ -99,7 +98,7 @@ class Stagings:
 
     async def _stage(self, order: Stage) -> None:
         before = self._context.spec
-        await self._end_rebuilding()
+        await self._stream.end_rebuilding()  # which would lay down other copies meanwhile
         if self._context.host.slots(order.owner).complete_version(order.version) is None:
             try:
                 await self._read(order, before)
@@ -109,5 +108,5 @@ class Stagings:
                 await self._read(order, before)
 
     async def _read(self, order: Stage, before: SessionSpec | None) -> None:
-        copy = await asyncio.to_thread(StoredCopy, self._context.run.run_id, self._context.name, order, self._context.log)
+        copy = await asyncio.to_thread(StoredCopy, self._context, order)
         await self._context.slot_store.stage(copy, order.version, wanted=lambda: self._context.spec is before)

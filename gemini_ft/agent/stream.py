@@ -61,20 +61,20 @@ class Stream:
         self._candidates: set[WorkerConnection] = set()  # workers that have asked for the inventory, to open a new incarnation
         self._misinformed: set[WorkerConnection] = set()  # those of them whose inventory lacks a copy that was handed back after it
         self._inbound = Inbound(self.context)
-        self._own = OwnShards(self.context, self._inbound, lambda: self.session.outbound)
-        self._session: AgentSession | None = None
-        self.incoming = Incoming(self.context, self._inbound, lambda: self._session)
+        self._own = OwnShards(self, self._inbound)
+        self.present_session: AgentSession | None = None
+        self.incoming = Incoming(self, self._inbound)
         self._rebuilding: Rebuilding | None = None
         self._tasks = Tasks()
-        self.stagings = Stagings(self.context, self._end_rebuilding)
+        self.stagings = Stagings(self)
 
     # -- sessions
 
     @property
     def session(self) -> AgentSession:
         """The present session, of which there must be one."""
-        assert self._session is not None
-        return self._session
+        assert self.present_session is not None
+        return self.present_session
 
     @property
     def last_spec(self) -> wire.SessionSpec | None:
@@ -102,7 +102,7 @@ class Stream:
                 f"incarnation {spec.incarnation} comes after {before.incarnation} began; this process belongs to the past and must stop"
             )
         failpoints.reached("agent_opens", spec.resumed.iteration if spec.resumed is not None else None)
-        is_unstored = self._session is not None and self._session.uploads
+        is_unstored = self.present_session is not None and self.present_session.uploads
         self.close_session()
         holders = {owner: tuple(hosts) for owner, hosts in spec.holders.items()}
         if readopt:
@@ -120,7 +120,7 @@ class Stream:
         self._figures.clear()
         is_restart = not readopt and (before is not None or self.inherited is not None)
         context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart)
-        self._session = AgentSession(context, spec, self._on_decision, readopt)
+        self.present_session = AgentSession(self, spec, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
@@ -135,13 +135,13 @@ class Stream:
         """Closes the present incarnation's connections; memory stays."""
         self._inbound.end_session()
         self.incoming.close()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        if self.present_session is not None:
+            self.present_session.close()
+            self.present_session = None
         if self._rebuilding is not None:
             self._rebuilding.cancel()
 
-    async def _end_rebuilding(self) -> None:
+    async def end_rebuilding(self) -> None:
         if self._rebuilding is not None:
             await self._rebuilding.end()
 
@@ -249,10 +249,10 @@ class Stream:
             AgentError: the leader cannot be told now.
         """
         spec = self.context.spec
-        if self._session is None or spec is None or host not in spec.hosts:
+        if self.present_session is None or spec is None or host not in spec.hosts:
             return False
-        if not self._session.reaches_leader:
-            leader = self._session.succession.leader
+        if not self.present_session.reaches_leader:
+            leader = self.present_session.succession.leader
             raise AgentError(
                 f"host {host!r} cannot be told: host {leader!r}, which leads the run, cannot be reached from here now. Try again, or "
                 "ask an agent that is nearer (--host), or signal that host's `gemini run`"
@@ -281,13 +281,13 @@ class Stream:
 
     async def examine(self, worker: WorkerConnection) -> None:
         """Returns when it is known why a worker hangs, or may not be waited for any longer."""
-        if self._session is not None and self.context.is_present(worker):
-            await self._session.autopsy.hold()
+        if self.present_session is not None and self.context.is_present(worker):
+            await self.present_session.autopsy.hold()
             killed = [each for each in self.context.workers.values() if self.context.is_present(each) and each.parting == "hang"]
             if not killed:  # the hang is over, and no launcher may say that it was why workers ended
                 self.context.hang = None
         else:  # it joins, or is of the past
-            await log_stacks(worker, self.context.log)
+            await log_stacks(worker, self.context)
 
     # -- effects
 
@@ -338,16 +338,17 @@ class Stream:
 
     def accounts(self) -> dict[str, tuple[float, str]]:
         """Asks all hosts for their accounts of themselves, if this one leads; returns those that have come: when, and the account."""
-        return self._session.accounts() if self._session is not None else {}
+        return self.present_session.accounts() if self.present_session is not None else {}
 
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, if there is a session."""
-        if self._session is not None:
-            self._session.report(message)
+        if self.present_session is not None:
+            self.present_session.report(message)
 
     # -- decisions
 
-    def _on_decision(self, message: PeerMessage) -> None:
+    def decide(self, message: PeerMessage) -> None:
+        """Carries out a decision of the leader."""
         context, host = self.context, self.context.host
         match message:
             case Commit(version=version, freeze=freeze, roots=roots, agreed=agreed, compared=compared):
@@ -419,12 +420,12 @@ class Stream:
 
     @property
     def leader(self) -> str | None:
-        return self._session.succession.leader if self._session is not None else None
+        return self.present_session.succession.leader if self.present_session is not None else None
 
     @property
     def patience(self) -> float:
         """Seconds for which the last upload of the job is tried again."""
-        return self._session.patience if self._session is not None else 0.0
+        return self.present_session.patience if self.present_session is not None else 0.0
 
     @property
     def stores(self) -> bool:
@@ -433,10 +434,10 @@ class Stream:
     @property
     def uploading(self) -> bool:
         """Whether memory here is still read for storage, or the manifest still to be written."""
-        return self._session is not None and self._session.uploading
+        return self.present_session is not None and self.present_session.uploading
 
     def status(self) -> dict[str, object]:
-        spec, host, session = self.context.spec, self.context.host, self._session
+        spec, host, session = self.context.spec, self.context.host, self.present_session
         is_at_work = any(worker.alive and worker.parting != "goodbye" for worker in self.context.workers.values())
         ages = [slot.age for slot in self.context.slot_store.inventory() if slot.version == host.committed]
         return {

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from gemini_ft import failpoints
+from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.progress import Outage, TransferProgress
 from gemini_ft.agent.tasks import Tasks
@@ -63,10 +64,10 @@ class Term(Protocol):
 class Uploader:
     """Uploads the frozen slots of this host's shards; on the leader's host, writes the manifest."""
 
-    def __init__(self, spec: SessionSpec, run: str, log: Callable[[str], None], term: Term) -> None:
+    def __init__(self, spec: SessionSpec, context: StreamContext, term: Term) -> None:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
-        self._spec, self._run, self._log, self._term = spec, run, log, term
+        self._spec, self._context, self._run, self._term = spec, context, context.run.run_id, term
         deletes = self.config.kept is not None
         self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth, deletes)
         self._storage: Storage = self._reopen()
@@ -74,7 +75,7 @@ class Uploader:
         self._closed = asyncio.Event()
         self._retention = Retention(
             self._reopen,
-            run,
+            self._run,
             spec.stream,
             *keep,
             damaged=frozenset(spec.damaged),
@@ -238,7 +239,9 @@ class Uploader:
         with self._clearing:
             self._leftovers.discard(key)  # of an earlier attempt at the same version
         self._written.setdefault(version, set()).add(key)
-        transfer = self._transfers[owner] = TransferProgress(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
+        transfer = self._transfers[owner] = TransferProgress(
+            f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._context
+        )
         committed = Committed(owner, version, memory.root, shape.chunk_bytes)
         record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, sent=transfer.add, committed=committed)
         try:
@@ -418,12 +421,12 @@ class Uploader:
                     outage.error = str(error)
                     raise StorageError(f"{error} (failing for {time.time() - outage.since:.0f} s)") from None
                 if outage.again(str(error)):
-                    self._log(f"storage: {error}; it is tried again")
+                    self._context.log(f"storage: {error}; it is tried again")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), BACKOFF * 2**attempt)
             else:
                 if what in self._failures:
-                    self._log(f"storage: {what} works again after {time.time() - self._failures.pop(what).since:.0f} s")
+                    self._context.log(f"storage: {what} works again after {time.time() - self._failures.pop(what).since:.0f} s")
                 return result
         raise AssertionError("unreachable")
 

@@ -156,7 +156,7 @@ def incoming(monkeypatch: pytest.MonkeyPatch, descriptors: int) -> Incoming:
     monkeypatch.setattr(session, "getrlimit", lambda _: (descriptors, descriptors))
     host = Host(name="a", holders={0: ("a", "b"), 1: ("b", "a"), 2: ("b", "c")})
     context: Any = SimpleNamespace(spec=SimpleNamespace(world_size=1000, replica_timeout=60.0), host=host, log=print)
-    return Incoming(context, None, lambda: None)  # type: ignore[arg-type]
+    return Incoming(SimpleNamespace(context=context, present_session=None), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

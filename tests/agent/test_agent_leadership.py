@@ -14,11 +14,11 @@ from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from gemini_ft.agent.callers import Callers
 from gemini_ft.agent.commit import leader, member
 from gemini_ft.agent.commit.collector import Collector, CollectorPort
 from gemini_ft.agent.commit.leader import Audience, Leader, MemberPort
 from gemini_ft.agent.commit.member import MemberLink, MemberParty
+from gemini_ft.agent.session import Callers
 from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.decisions import Abort, Cadence, Commit, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
@@ -860,7 +860,8 @@ class TestCollectors:
 
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
-                callers = Callers(AsyncMock(return_value=b"the host's"), print, crowd.leader.disown)
+                doors = SimpleNamespace(certificate_of=AsyncMock(return_value=b"the host's"), log=print, disown=crowd.leader.disown)
+                callers = Callers(doors)  # type: ignore[arg-type]
                 await crowd.dial("m1", "leader", 0, Mock(Handler))
                 callers.let_in(impostor := crowd.ports["m1"].connection, "m1")
                 with pytest.raises(AgentError, match="another process is known here as host 'm1'"):

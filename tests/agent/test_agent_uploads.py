@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import shape_of
+from agent_kit import shape_of, stream_context
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.uploads import HOSTS_PER_SECOND, UnclearUploadError, Uploader, turn
@@ -73,7 +73,7 @@ class Host:
             lineage=[] if begun_as else [EARLIER],
             storage={"url": folder.as_uri(), "every_steps": 1, **settings},
         )
-        self.uploader = Uploader(self.spec, "run", self.log.append, self)
+        self.uploader = Uploader(self.spec, stream_context(self.log.append), self)
 
     async def upload(self, iteration: int, ends: str = "told") -> str:
         """From the copy in the slot to the thawing; what the user is told.
@@ -327,7 +327,7 @@ def test_hosts_begin_to_upload_one_after_the_other() -> None:
 def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemini_ft.agent.uploads.HOSTS_PER_SECOND", 1e-3)
     host.spec = host.spec.model_copy(update={"hosts": ["h", "later"], "world_size": 2, "holders": {0: ["h"], 1: ["later"]}})
-    host.uploader = Uploader(host.spec, "run", host.log.append, host)
+    host.uploader = Uploader(host.spec, stream_context(host.log.append), host)
 
     for index, cut in enumerate(host.memory.cuts(0)):
         host.memory.put_chunk(index, *cut, checksum(host.memory.data(*cut)))

@@ -17,7 +17,7 @@ import msgpack
 import pytest
 import torch
 import xxhash
-from agent_kit import Job, end_agent, eventually
+from agent_kit import Job, end_agent, eventually, slot_store
 from disks import small_disk
 
 from gemini_ft import Checkpointer
@@ -168,7 +168,7 @@ def test_a_file_that_is_no_slot_is_given_back_unless_another_release_can_read_it
 
 def test_memory_that_is_given_back_has_no_file_any_more(root: Path) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), files=files)
     made = vault.ensure(0, SHAPE, 2, reuse=True)
     assert len(slots(files)) == 2
     for index in made:
@@ -238,7 +238,7 @@ def test_a_folder_without_any_room_is_refused_before_an_agent_begins(tmp_path: P
 
 def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**60), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",)}), budget := Budget(2**60), files=files)
 
     def full(fd: int, at: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -267,7 +267,7 @@ def at_ease(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_ease: threading.Event) -> None:
     """The memory comes only when the agent has done something else."""
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), files=files)
 
     async def answer() -> None:
         at_ease.set()

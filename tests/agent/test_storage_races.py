@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import s3_server
-from agent_kit import shape_of
+from agent_kit import shape_of, stream_context
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.uploads import Uploader
@@ -80,7 +80,7 @@ class Writer:
         asyncio.run(self._store(iterations))
 
     async def _store(self, iterations: tuple[int, ...]) -> None:
-        uploader = Uploader(self.spec, "run", lambda text: None, self)
+        uploader = Uploader(self.spec, stream_context(), self)
         for iteration in iterations:
             version, heard = Version(self.spec.incarnation, iteration), asyncio.get_running_loop().create_future()
             for index, cut in enumerate(self.memory.cuts(0)):

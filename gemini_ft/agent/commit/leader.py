@@ -218,20 +218,20 @@ class Leader:
             self._pace = self._pace or Pace(message.interval)
             if self._pace.report(message.host, message.steps):
                 self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
-                self._tell(self._paced)
+                self.tell(self._paced)
             elif message.interval != self._pace.interval:  # it has not heard of a change, perhaps by the leader before this one
-                self._tell(self._paced or Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why), member)
+                self.tell(self._paced or Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why), member)
         elif isinstance(message, wire.UploadSoon):
             self._apply(self.book.upload_soon(now))
         elif isinstance(message, wire.DrainHost):
             if message.host in self.book.hosts and message.host not in self._drained:  # hosts repeat it to a new leader
                 self._drained.add(message.host)
-                self._tell(message)
+                self.tell(message)
         elif isinstance(message, wire.Examined) and self._inquest is not None:
-            self._inquest.hear(message, self._tell)
+            self._inquest.hear(message, self)
         elif isinstance(message, wire.ReportWork) and self._stragglers is not None:
             if (text := self._stragglers.add(message.host, message.window, message.ranks)) is not None:
-                self._tell(wire.Stragglers(ranks=sorted(self._stragglers.slow), text=text))
+                self.tell(wire.Stragglers(ranks=sorted(self._stragglers.slow), text=text))
         elif isinstance(message, wire.ReportAccount):
             length, others = len(message.document), self._of_accounts - len(self.accounts.get(message.host, (now, ""))[1])
             if length <= min(_LONGEST_ACCOUNT, max(_ALL_ACCOUNTS - others, _ALL_ACCOUNTS // len(self.book.hosts))):
@@ -277,15 +277,15 @@ class Leader:
             self.book.note_unstored(message.unstored)
         self._settle_upload(message.uploading, member)
         if self._epoch:  # the leader before this one may have left out others
-            self._tell(Holders(epoch=self.book.epoch, excluded=frozenset(self.book.excluded), newly=frozenset()), member)
+            self.tell(Holders(epoch=self.book.epoch, excluded=frozenset(self.book.excluded), newly=frozenset()), member)
         if self._paced is not None:
-            self._tell(self._paced, member)
+            self.tell(self._paced, member)
         if member is not None and self._stragglers is not None and self._stragglers.slow:  # one that knows it already says nothing of it
-            self._tell(wire.Stragglers(ranks=sorted(self._stragglers.slow), text=self._stragglers.text), member)
+            self.tell(wire.Stragglers(ranks=sorted(self._stragglers.slow), text=self._stragglers.text), member)
         if member is not None and host in self._drained:
-            self._tell(wire.DrainHost(host=host), member)
+            self.tell(wire.DrainHost(host=host), member)
         if member is not None and self._ended:
-            self._tell(wire.AllFinished(unstored=self.book.unstored), member)
+            self.tell(wire.AllFinished(unstored=self.book.unstored), member)
 
     @property
     def ending(self) -> bool:
@@ -303,7 +303,7 @@ class Leader:
             self.book.note_unstored("the host that led the commits was lost before it was stored")
         if not self.book.unstored or self.book.has_diverged or now >= self._ends_by:
             self._ended = True
-            self._tell(wire.AllFinished(unstored=self.book.unstored))
+            self.tell(wire.AllFinished(unstored=self.book.unstored))
         elif now >= self._again_at and not self.book.obstacle:
             self._again_at = now + _AGAIN
             self._tasks.spawn(self._store_last())
@@ -323,7 +323,7 @@ class Leader:
         if theirs is not None and theirs != self.book.uploading:
             error = "the leader's agent was lost during the upload"
             self.book.note_unstored(error)
-            self._tell(Thaw(version=theirs, error=error, unclear=True), member)
+            self.tell(Thaw(version=theirs, error=error, unclear=True), member)
 
     async def _tick(self) -> None:
         while True:
@@ -374,7 +374,7 @@ class Leader:
             self._upload = (self.book.uploading, now)
         elif version is not None and now - since > SLOW_UPLOAD:
             self._upload = (version, now)
-            self._tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
+            self.tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
 
     def _watch_owners(self, now: float) -> None:
         """Names, once, the hosts whose own shards do not come: no commit can do without them, nor is anything known of them."""
@@ -383,7 +383,7 @@ class Leader:
         elif now - self._committed[1] > WITHHELD and (hosts := self.book.withholding):
             self._committed = (self.book.committed, math.inf)
             text = f"nothing has been committed for {WITHHELD:g} s, as hosts have not reported their own shards: {named(hosts)}"
-            self._tell(Notice(text=f"{text}. If that goes on, start the job again without them"))
+            self.tell(Notice(text=f"{text}. If that goes on, start the job again without them"))
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -393,7 +393,7 @@ class Leader:
                 if isinstance(decision, Commit):
                     failpoints.reached("agent_decides", decision.version.iteration)
                     self._roots.append((decision.version, decision.roots))
-                self._tell(decision)
+                self.tell(decision)
 
     async def _manifest(self, decision: WriteManifest) -> None:
         error, unclear, self._writing = "", False, decision.version
@@ -421,9 +421,9 @@ class Leader:
 
     def ask_accounts(self) -> None:
         """Asks all hosts for their accounts of themselves, which come in `accounts`."""
-        self._tell(wire.AskAccount())
+        self.tell(wire.AskAccount())
 
-    def _tell(self, message: wire.PeerMessage, member: Audience | None = None) -> None:
+    def tell(self, message: wire.PeerMessage, member: Audience | None = None) -> None:
         """Tells all hosts, this one last; or one of them alone."""
         if member is not None:
             member.send(message)

@@ -8,19 +8,20 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from gemini_ft.agent.memory.budget import Budget, available_memory
-from gemini_ft.agent.memory.slot_files import SlotFiles
+from gemini_ft.agent.memory.budget import available_memory
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape, populate
 from gemini_ft.agent.memory.staging import StoredCopy
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Free
-from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import SlotState
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import MemoryBudgetError, SupersededError
 from gemini_ft.wire.worker_messages import SlotInfo
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.context import StreamContext
 
 _Made = TypeVar("_Made")
 
@@ -36,20 +37,11 @@ class SlotDonor:
 
 
 class SlotStore:
-    """Makes, finds and frees slot memory. The protocol (``host``) decides what a slot's bytes are worth."""
+    """Makes, finds and frees the slot memory of one stream. The protocol (``context.host``) decides what a slot's bytes are worth."""
 
-    def __init__(
-        self,
-        host: Host,
-        budget: Budget,
-        log: Callable[[str], None],
-        on_free: Callable[[SlotMemory], None],
-        files: SlotFiles | None = None,
-        on_damage: Callable[[int, Version], None] = lambda owner, version: None,
-    ) -> None:
+    def __init__(self, context: StreamContext) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
-        self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
-        self._on_damage = on_damage
+        self._context, self._host, self._budget, self._files = context, context.host, context.run.budget, context.run.files
         self._donors: dict[tuple[int, int], SlotDonor | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._roomy: dict[int, int] = {}  # owner -> commits in a row at which there was room to spare for the slots that it lacks
@@ -102,8 +94,8 @@ class SlotStore:
                 sound.append(owner)
                 continue
             where = f"chunks {damaged[:8]}" if damaged else "its layout or checksums"
-            self._log(f"rank {owner}'s {version} is damaged in {where}: discarded")
-            self._on_damage(owner, version)
+            self._context.log(f"rank {owner}'s {version} is damaged in {where}: discarded")
+            self._context.note_damage(owner, version)
             self._host.slots(owner).discard(version)
             memory.clear()
             memory.forget()
@@ -270,7 +262,7 @@ class SlotStore:
             if missing < 1 or others + missing - 1 < 2:  # one slot alone could never be overwritten
                 raise
             made = self._create(shape, missing - 1, what)
-            self._log(f"{error} Continuing with one slot less until there is room")
+            self._context.log(f"{error} Continuing with one slot less until there is room")
             return made
 
     def _create(self, shape: SlotShape, number: int, what: str) -> list[SlotMemory]:
@@ -341,7 +333,7 @@ class SlotStore:
         memory = self.memory.pop((owner, slot))
         self._donors.pop((owner, slot), None)
         self._budget.give_back(memory.shape.total)
-        self._on_free(memory)
+        self._context.custodians.take_back(memory)
         memory.drop()
 
     def writing(self, owner: int, version: Version) -> SlotMemory | None:

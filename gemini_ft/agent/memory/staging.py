@@ -5,9 +5,9 @@ Each shard is read from storage once, by its owner's host; other hosts that need
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.progress import TransferProgress
@@ -18,6 +18,9 @@ from gemini_ft.storage.base import Storage
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import ONE_REQUEST, ShardRecord, StoredShard
 from gemini_ft.wire.worker_messages import Stage
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.context import StreamContext
 
 _PARALLEL = 4  # ranged reads at a time
 CHUNKS_AT_A_TIME = 8  # read in one request
@@ -31,14 +34,14 @@ class StoredCopy:
         StorageError: the storage cannot be read.
     """
 
-    def __init__(self, run: str, stream: str, order: Stage, log: Callable[[str], None]) -> None:
+    def __init__(self, context: StreamContext, order: Stage) -> None:
         settings = StorageConfig.model_validate(order.storage)
         self._stored = StoredShard(_storage(settings.url, settings.endpoint_url), ShardRecord.model_validate_json(order.record), whole=True)
-        self._order, self._log = order, log
+        self._order, self._context = order, context
         layout, self.extras = self._stored.layout, self._stored.extras
         self.shape = SlotShape(
-            run=run,
-            stream=stream,
+            run=context.run.run_id,
+            stream=context.name,
             owner=order.owner,
             world_size=layout.world_size,
             layout_hash=layout.logical_hash,
@@ -58,7 +61,7 @@ class StoredCopy:
         size, step = memory.shape.data_bytes, CHUNKS_AT_A_TIME * self._stored.record.chunk_bytes
         if size <= ONE_REQUEST:  # it comes whole
             step = max(step, size)
-        transfer = TransferProgress(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._log)
+        transfer = TransferProgress(f"rank {self._order.owner}'s shard of {self._order.version} from storage", size, self._context)
 
         def read(offset: int) -> None:
             nbytes = min(step, size - offset)

@@ -81,7 +81,7 @@ def seams(world: World) -> Iterator[None]:
         return process.host if process is not None else ""
 
     make_spec = joining._make_spec
-    on_decision, choose, finish = Stream._on_decision, resume_choice.Chooser.choose, SlotMemory.finish
+    on_decision, choose, finish = Stream.decide, resume_choice.Chooser.choose, SlotMemory.finish
 
     def finished(memory: SlotMemory, version: Version, extras_bytes: int, root: str | None) -> bool:
         whole = finish(memory, version, extras_bytes, root)
@@ -162,7 +162,7 @@ def seams(world: World) -> Iterator[None]:
         (rendezvous, "exchange_bytes", lambda blob, timeout: here().attempt.exchange(here(), blob, timeout)),
         (joining, "lifecycle", no_process),
         *((each, "__hash__", number_of) for each in HASHED),
-        (Stream, "_on_decision", decided),
+        (Stream, "decide", decided),
         (SlotMemory, "finish", finished),
         (resume_choice.Chooser, "choose", chosen),
     ]
