@@ -1,6 +1,6 @@
 """The interface of every gradient synchronisation scheme.
 
-All schemes but those of `inceptionn` and `ring` compute the same sum; they differ in how the bytes travel. The four dimensions in which
+All schemes but those of `ring` compute the same sum; they differ in how the bytes travel. The four dimensions in which
 they differ are those of Zen (Wang et al., OSDI 2025, section 2).
 
     gradient = Zen().all_reduce(gradient)                      # over the default group

@@ -26,7 +26,7 @@ from gemini_ft.wire.trust import fingerprint
 
 
 class Requests:
-    """The `Office` of this host's agent."""
+    """The part of an agent that answers workers."""
 
     def __init__(self, run: RunContext, streams: Streams) -> None:
         self._run, self._streams = run, streams

@@ -76,7 +76,7 @@ class AgentSession:
 
     # -- the leader, on whichever host that is
 
-    def make_leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+    def make_leader(self, epoch: int, failover: Failover) -> Leader:
         book = _book(self._context, self._spec, self.storing, self._began)
         host = self._context.host
         return Leader(
@@ -84,7 +84,7 @@ class AgentSession:
             book,
             self._spec.world_size,
             self.storing,
-            on_decision,
+            failover,
             patience=self.patience,
             ways=self._ways,
             epoch=epoch,
@@ -94,6 +94,7 @@ class AgentSession:
         )
 
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
+        """Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
         claims = self._context.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})
         further = self._spec.further.get(host, ())
         try:
@@ -108,6 +109,7 @@ class AgentSession:
 
     @property
     def leads_in(self) -> int | None:
+        """The epoch in which this host decides what is stored and deleted; None: it does not."""
         return self.succession.epoch if self.failover.leader is not None else None
 
     @property
@@ -133,6 +135,7 @@ class AgentSession:
 
     @property
     def is_obeyed(self) -> bool:
+        """Whether this host leads, and it is certain that no other one does by now."""
         return self.failover.leader is not None and self.failover.leader.is_obeyed
 
     def join(self, connection: Connection, claims: Claims) -> MemberPort | CollectorPort | Refusal:
@@ -180,7 +183,6 @@ class AgentSession:
         return self.storing is not None and self.storing.uploader.version is not None
 
     def undecided(self) -> list[PeerMessage]:
-        """Everything that a leader must hear that has been restarted, or could not be reached for a while."""
         host, need = self._context.host, self.outbound.pacing.need
         uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
         attempt = time.monotonic_ns()  # goes on when the agent is restarted

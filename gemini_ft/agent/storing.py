@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.staging import StoredCopy, hang_up
-from gemini_ft.agent.uploads import Term, Uploader
+from gemini_ft.agent.uploads import Uploader
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError
 from gemini_ft.wire.messages import Notice
@@ -15,13 +15,14 @@ from gemini_ft.wire.peer_messages import ReportUploaded
 from gemini_ft.wire.worker_messages import SessionSpec, Stage
 
 if TYPE_CHECKING:
+    from gemini_ft.agent.session import AgentSession
     from gemini_ft.agent.stream import Stream
 
 
 class Storing:
     """Pins slots while they are uploaded, and tells the leader and the user."""
 
-    def __init__(self, context: StreamContext, spec: SessionSpec, term: Term) -> None:
+    def __init__(self, context: StreamContext, spec: SessionSpec, term: AgentSession) -> None:
         self._context = context
         self.uploader = Uploader(spec, context, term)
         self.said: list[ReportUploaded] = []  # until the upload is over, in case the leader has not heard

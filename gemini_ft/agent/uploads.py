@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gemini_ft import failpoints
 from gemini_ft.agent.context import StreamContext
@@ -31,6 +31,9 @@ from gemini_ft.storage.retention import Retention
 from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
 from gemini_ft.wire.worker_messages import SessionSpec
 
+if TYPE_CHECKING:
+    from gemini_ft.agent.session import AgentSession
+
 _T = TypeVar("_T")
 _HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
 _ATTEMPTS = 4
@@ -49,22 +52,10 @@ class UnclearUploadError(StorageError):
     """An upload has failed, and its manifest may exist, or come to exist, all the same."""
 
 
-class Term(Protocol):
-    """The time for which a host leads, if it does."""
-
-    @property
-    def leads_in(self) -> int | None:
-        """The epoch in which this host decides what is stored and deleted; None: it does not."""
-
-    @property
-    def is_obeyed(self) -> bool:
-        """Whether it is certain that no other host does by now."""
-
-
 class Uploader:
     """Uploads the frozen slots of this host's shards; on the leader's host, writes the manifest."""
 
-    def __init__(self, spec: SessionSpec, context: StreamContext, term: Term) -> None:
+    def __init__(self, spec: SessionSpec, context: StreamContext, term: AgentSession) -> None:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
         self._spec, self._context, self._run, self._term = spec, context, context.run.run_id, term

@@ -73,7 +73,7 @@ class Host:
             lineage=[] if begun_as else [EARLIER],
             storage={"url": folder.as_uri(), "every_steps": 1, **settings},
         )
-        self.uploader = Uploader(self.spec, stream_context(self.log.append), self)
+        self.uploader = Uploader(self.spec, stream_context(self.log.append), self)  # type: ignore[arg-type]
 
     async def upload(self, iteration: int, ends: str = "told") -> str:
         """From the copy in the slot to the thawing; what the user is told.
@@ -327,7 +327,7 @@ def test_hosts_begin_to_upload_one_after_the_other() -> None:
 def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemini_ft.agent.uploads.HOSTS_PER_SECOND", 1e-3)
     host.spec = host.spec.model_copy(update={"hosts": ["h", "later"], "world_size": 2, "holders": {0: ["h"], 1: ["later"]}})
-    host.uploader = Uploader(host.spec, stream_context(host.log.append), host)
+    host.uploader = Uploader(host.spec, stream_context(host.log.append), host)  # type: ignore[arg-type]
 
     for index, cut in enumerate(host.memory.cuts(0)):
         host.memory.put_chunk(index, *cut, checksum(host.memory.data(*cut)))

@@ -80,7 +80,7 @@ class Writer:
         asyncio.run(self._store(iterations))
 
     async def _store(self, iterations: tuple[int, ...]) -> None:
-        uploader = Uploader(self.spec, stream_context(), self)
+        uploader = Uploader(self.spec, stream_context(), self)  # type: ignore[arg-type]
         for iteration in iterations:
             version, heard = Version(self.spec.incarnation, iteration), asyncio.get_running_loop().create_future()
             for index, cut in enumerate(self.memory.cuts(0)):

@@ -6,13 +6,13 @@ import asyncio
 import itertools
 import threading
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from agent_kit import stream_context
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
-from gemini_ft.agent.uploads import Term, Uploader
+from gemini_ft.agent.uploads import Uploader
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
@@ -64,7 +64,7 @@ def test_the_end_of_a_failed_upload_does_not_wait_for_a_deletion_that_hangs(tmp_
     monkeypatch.setattr(LocalStorage, "delete", delete)
 
     async def fail_twice() -> bool:
-        uploader, first, second = Uploader(spec, stream_context(), cast("Term", None)), Version(INCARNATION, 1), Version(INCARNATION, 2)
+        uploader, first, second = Uploader(spec, stream_context(), cast("Any", None)), Version(INCARNATION, 1), Version(INCARNATION, 2)
         for version in (first, second):  # what is left of the first cannot be deleted, and the second is written beside it
             written = asyncio.Event()
             uploader.start(0, _copy(0, version), version, lambda record, error, written=written: written.set())  # type: ignore[misc]

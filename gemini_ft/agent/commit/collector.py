@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING
 
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.effects import Copies, Skipped
@@ -19,7 +19,10 @@ from gemini_ft.core.rounds import Pair
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire import peer_messages as wire
 from gemini_ft.wire.messages import kind_of, pack
-from gemini_ft.wire.tcp import Connection, Handler, MessagesOnly
+from gemini_ft.wire.tcp import Connection, MessagesOnly
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.commit.failover import Failover
 
 SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is heard may be lost
 GATHER = 0.25  # seconds for which a host waits for more to report, and a collector for hosts that have not reported
@@ -201,26 +204,7 @@ class CollectorPort(MessagesOnly):
         self._collector.leave(self)
 
 
-class CommitParty(Protocol):
-    """A host that takes part in the commit."""
-
-    def dial(self, host: str, epoch: int, handler: Handler) -> Awaitable[Connection]:
-        """Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
-
-    def decide(self, message: wire.PeerMessage) -> None:
-        """Carries out a decision."""
-
-    def undecided(self) -> Sequence[wire.PeerMessage]:
-        """Everything that a leader must hear that knows nothing of this host; the greeting is the first."""
-
-    def led(self) -> None:
-        """Hears that another epoch is led."""
-
-    def log(self, text: str) -> None:
-        """Takes a line for the agent's log."""
-
-
-async def ask(party: CommitParty, host: str, epoch: int) -> wire.WayUp | None:
+async def ask(party: Failover, host: str, epoch: int) -> wire.WayUp | None:
     """The answer of a host that is asked whether reports go to the leader from there; None: there is none in time."""
     answer = _Answer()
     with contextlib.suppress(GeminiError, TimeoutError):

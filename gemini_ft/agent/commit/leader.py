@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from gemini_ft import failpoints
 from gemini_ft.agent.autopsy import Inquest
@@ -32,6 +33,9 @@ from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire import peer_messages as wire
 from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
 from gemini_ft.wire.tcp import Connection, MessagesOnly
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.commit.failover import Failover
 
 _LONGEST = 128  # characters of a hash or a nonce; a report with a longer one is ignored
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
@@ -65,7 +69,7 @@ class Leader:
 
     Args:
         storing: writes manifests and deletes old checkpoints; None: nothing is stored.
-        on_decision: carries decisions out on this host.
+        party: carries decisions out on this host.
         patience: seconds for which the last upload is tried again.
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
         epoch: the one that it leads (`gemini_ft.core.succession`).
@@ -78,7 +82,7 @@ class Leader:
         book: Ledger,
         world_size: int,
         storing: Storing | None,
-        on_decision: Callable[[wire.PeerMessage], None],
+        party: Failover,
         *,
         patience: float = 0.0,
         ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
@@ -88,7 +92,7 @@ class Leader:
         stragglers: StragglerWatch | None = None,
     ) -> None:
         self._host, self._allowed, self._epoch, self._may_be_committed = host, ways, epoch, may_be_committed
-        self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
+        self.book, self._world_size, self._storing, self._party, self._patience = book, world_size, storing, party, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
         self._again_at, self._settled_by, self._ended = 0.0, 0.0, False
         self._ways: Ways[MemberPort] = Ways()
@@ -260,7 +264,7 @@ class Leader:
             if member is not None:
                 member.send(decision)
             else:
-                self._on_decision(decision)
+                self._party.decide(decision)
 
     def _welcome(self, message: wire.Rejoin, now: float, member: Audience | None) -> None:
         """Tells a host that has joined what it may have missed; all others as well, if it is news to this leader too."""
@@ -429,7 +433,7 @@ class Leader:
             member.send(message)
             return
         self._tell_others(message)
-        self._on_decision(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
+        self._party.decide(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
 
     def _tell_others(self, message: wire.PeerMessage) -> None:
         now = time.monotonic()
