@@ -67,8 +67,9 @@ class EncodedRing(Scheme):
 class InceptionnRing(EncodedRing):
     """The exchange of INCEPTIONN (Li et al., MICRO 2018, section IV): every message of the ring carries truncated values.
 
-    It is a gradient, or a sum of gradients, truncated as in `gemini_ft.truncation`. With n ranks a value is truncated n times on its
-    way, so it is off by less than n 2^-bound beside the roundings of float32, in which values are added. Infinities and NaN travel as they are. For error feedback there is `gemini_ft.compression.cast`.
+    Each is a gradient, or a sum of gradients, truncated as in `gemini_ft.truncation`. With n ranks a value is truncated n times on its way,
+    so it is off by less than n 2^-bound beside the roundings of float32, in which values are added. Infinities and NaN travel as they are.
+    For error feedback there is `gemini_ft.compression.cast`.
 
     Args:
         bound: b of the error bound 2^-b, from 1 to 14, in units of the gradients that are added up; the paper's are 6, 8 and 10.
