@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gemini_ft.agent.context import StreamContext
@@ -29,18 +30,19 @@ class Storing:
 
     def upload(self, owner: int, slot: int, version: Version) -> None:
         host = self._context.host
-
-        def done(record: str, error: str) -> None:
-            self._context.perform(host.release(owner, slot, "upload"))
-            self._say(owner, version, record, error)
-
         if any("upload" in held.readers for held in host.slots(owner).slots.values()):
             # If one more slot were kept from the rotation, nothing could be committed any more.
             self._say(owner, version, "", "an upload of an earlier incarnation still hangs in storage")
             return
         # It may be thawed on all hosts, after a failure elsewhere, while our thread still reads: hold the slot until that ends.
         host.hold(owner, version, "upload")
-        self.uploader.start(owner, self._context.slot_store.memory[owner, slot], version, done)
+        uploading = self.uploader.start(owner, self._context.slot_store.memory[owner, slot], version)
+        uploading.add_done_callback(partial(self._over_here, owner, slot, version))
+
+    def _over_here(self, owner: int, slot: int, version: Version, uploading: asyncio.Task[tuple[str, str]]) -> None:
+        if not uploading.cancelled():
+            self._context.perform(self._context.host.release(owner, slot, "upload"))
+            self._say(owner, version, *uploading.result())
 
     def lacks(self, owner: int, version: Version) -> None:
         """Has an upload ended for which this host should have a shard."""

@@ -6,7 +6,7 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from gemini_ft import failpoints
@@ -321,20 +321,25 @@ class Stream:
                 case Damaged(owner, version):
                     context.note_damage(owner, version)
         if any(isinstance(effect, Free) for effect in effects):
-            self._use_room(self.context.slot_store.short)
+            self._use_room(context.slot_store.short(self._takers))
 
-    def _use_room(self, find: Callable[[Callable[[int], bool]], list[int]]) -> None:
-        """Makes the slots that ``find`` says there is room for now: a replica's at once, a worker's own when it asks."""
+    @property
+    def _takers(self) -> set[int]:
+        """Owners whose slots can be made now: of replicas, and of workers that are here."""
+        context = self.context
+        return {owner for owner in context.slot_store.owners if owner in context.workers or not context.host.owns(owner)}
 
-        async def top_up(owner: int) -> None:
-            await self.context.slot_store.top_up(owner)
-            self._inbound.entrust_all()
-
-        for owner in find(lambda owner: owner in self.context.workers or not self.context.host.owns(owner)):
+    def _use_room(self, owners: Sequence[int]) -> None:
+        """Makes slots for which there is room now: a replica's at once, a worker's own when it asks."""
+        for owner in owners:
             if not self.context.host.owns(owner):
-                self._tasks.spawn(top_up(owner))
+                self._tasks.spawn(self._top_up(owner))
             else:
                 self.context.workers[owner].send(wire.Room())
+
+    async def _top_up(self, owner: int) -> None:
+        await self.context.slot_store.top_up(owner)
+        self._inbound.entrust_all()
 
     def accounts(self) -> dict[str, tuple[float, str]]:
         """Asks all hosts for their accounts of themselves, if this one leads; returns those that have come: when, and the account."""
@@ -358,7 +363,7 @@ class Stream:
                 context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed, compared=compared))
-                self._use_room(context.slot_store.lastingly_short)  # which other processes may have left
+                self._use_room(context.slot_store.lastingly_short(self._takers))  # which other processes may have left
                 context.tell_workers(message)
             case Abort(version):
                 context.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it

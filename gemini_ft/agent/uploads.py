@@ -111,13 +111,13 @@ class Uploader:
         """Why the last upload failed; empty: it did not."""
         return self._failures[_UPLOADS].error if _UPLOADS in self._failures else ""
 
-    def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
-        """Uploads one shard in the background; ``done`` gets its record, or the error."""
+    def start(self, owner: int, memory: SlotMemory, version: Version) -> asyncio.Task[tuple[str, str]]:
+        """Uploads one shard in the background; the task gives its record and the error, one of which is empty."""
         if version != self.version:
             self._transfers.clear()
         self.version = version
         self._logical_hash = memory.shape.layout_hash
-        self._tasks.spawn(self._upload(owner, memory, version, done))
+        return self._tasks.spawn(self._upload(owner, memory, version))
 
     @property
     def busy(self) -> bool:
@@ -207,18 +207,17 @@ class Uploader:
         self.version = None
         self._closed.set()
 
-    async def _upload(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
+    async def _upload(self, owner: int, memory: SlotMemory, version: Version) -> tuple[str, str]:
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), turn(self._spec.hosts, owner))
                 raise StorageError("the session was over before this host's turn to upload had come")
             record = await self._insist(f"rank {owner}'s shard", lambda: self._write(owner, memory, version))
         except GeminiError as error:
-            done("", str(error))
+            return "", str(error)
         except Exception as error:  # a fault of ours must not leave the upload unfinished for ever
-            done("", f"{type(error).__name__}: {error}")
-        else:
-            done(record.model_dump_json(), "")
+            return "", f"{type(error).__name__}: {error}"
+        return record.model_dump_json(), ""
 
     def _write(self, owner: int, memory: SlotMemory, version: Version) -> ShardRecord:
         shape = memory.shape

@@ -27,11 +27,6 @@ Parts = dict[Group, torch.Tensor]  # group of ranks -> the local tensor all of t
 Box = tuple[Sequence[int], Sequence[int]]  # of a whole tensor: the first index and the size in each dimension
 
 
-def read_whole(shards: Sequence[ShardReader], wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
-    """Name -> whole tensor, dtypes kept, for all names that are ``wanted``; see `WholeTensors`."""
-    return WholeTensors(shards, wanted).read()
-
-
 class WholeTensors:
     """The tensors of a checkpoint whose names are ``wanted``, to be put together from all ranks' shards. Buffers are those of rank 0.
 

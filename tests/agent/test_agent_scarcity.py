@@ -130,7 +130,7 @@ class TestMemory:
             rooms = []
             for each in lefts:
                 left = each
-                rooms.append(store.lastingly_short(lambda owner: True))
+                rooms.append(store.lastingly_short({0, 1}))
             return rooms
 
         assert found(9 * size, 0, 9 * size, 9 * size, size) == [[]] * 5
@@ -138,7 +138,7 @@ class TestMemory:
         left = size
         assert store.short() == [0]
         left = 2 * size
-        assert (store.short(), store.short(lambda owner: owner == 1)) == ([0, 1], [1])
+        assert (store.short(), store.short({1})) == ([0, 1], [1])
 
     def test_what_would_never_fit_is_refused_with_numbers(self, job: Job) -> None:
         (rank,) = job.start("a", hello={"memory_limit": 2 * 2**22})

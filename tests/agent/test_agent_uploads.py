@@ -82,12 +82,11 @@ class Host:
             iteration: what is uploaded.
             ends: "told": all hosts hear the end; "lost": the leader is lost when it has written the manifest; "early": before.
         """
-        version, heard = Version(self.spec.incarnation, iteration), asyncio.get_running_loop().create_future()
+        version = Version(self.spec.incarnation, iteration)
         for index, cut in enumerate(self.memory.cuts(0)):
             self.memory.put_chunk(index, *cut, checksum(self.memory.data(*cut)))
         assert self.memory.finish(version, 0, None)
-        self.uploader.start(0, self.memory, version, lambda *said: heard.set_result(said))
-        record, error = await heard
+        record, error = await self.uploader.start(0, self.memory, version)
         told, unclear = "", ends != "told"
         if not error and ends != "early":
             try:
@@ -335,14 +334,12 @@ def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host
     assert host.memory.finish(version, 0, None)
 
     async def scenario() -> None:
-        heard = [asyncio.get_running_loop().create_future() for _ in range(2)]
-        for owner in (1, 0):
-            host.uploader.start(owner, host.memory, version, lambda *said, owner=owner: heard[owner].set_result(said))  # type: ignore[misc]
-        record, error = await heard[0]
+        later = host.uploader.start(1, host.memory, version)
+        record, error = await host.uploader.start(0, host.memory, version)
         assert record
         assert not error
         host.uploader.close()
-        assert await heard[1] == ("", "the session was over before this host's turn to upload had come")
+        assert await later == ("", "the session was over before this host's turn to upload had come")
 
     run(scenario())
 

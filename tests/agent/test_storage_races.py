@@ -82,12 +82,11 @@ class Writer:
     async def _store(self, iterations: tuple[int, ...]) -> None:
         uploader = Uploader(self.spec, stream_context(), self)  # type: ignore[arg-type]
         for iteration in iterations:
-            version, heard = Version(self.spec.incarnation, iteration), asyncio.get_running_loop().create_future()
+            version = Version(self.spec.incarnation, iteration)
             for index, cut in enumerate(self.memory.cuts(0)):
                 self.memory.put_chunk(index, *cut, checksum(self.memory.data(*cut)))
             assert self.memory.finish(version, 0, None)
-            uploader.start(0, self.memory, version, lambda *said, heard=heard: heard.set_result(said))
-            record, error = await heard
+            record, error = await uploader.start(0, self.memory, version)
             if not error:
                 try:
                     await uploader.write_manifest(version, {0: record})

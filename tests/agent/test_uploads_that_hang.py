@@ -66,14 +66,12 @@ def test_the_end_of_a_failed_upload_does_not_wait_for_a_deletion_that_hangs(tmp_
     async def fail_twice() -> bool:
         uploader, first, second = Uploader(spec, stream_context(), cast("Any", None)), Version(INCARNATION, 1), Version(INCARNATION, 2)
         for version in (first, second):  # what is left of the first cannot be deleted, and the second is written beside it
-            written = asyncio.Event()
-            uploader.start(0, _copy(0, version), version, lambda record, error, written=written: written.set())  # type: ignore[misc]
-            await written.wait()
+            await uploader.start(0, _copy(0, version), version)
             if version is first:
                 uploader.over(first, "503")
                 while uploader.background.busy:
                     await asyncio.sleep(0.01)
-        uploader.start(1, _copy(1, second), second, lambda record, error: None)
+        uploader.start(1, _copy(1, second), second)
         await asyncio.to_thread(hangs.wait, 30)
         watchman = threading.Timer(3.0, lets_go.set)  # the loop would hang for good otherwise
         watchman.start()

@@ -27,7 +27,7 @@ from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, GeminiError, RecoveryError, StorageError
 from gemini_ft.export.source import StorageShard
-from gemini_ft.export.whole_tensors import join_parts, read_whole
+from gemini_ft.export.whole_tensors import WholeTensors, join_parts
 from gemini_ft.storage import base
 from gemini_ft.storage.checkpoints import (
     MANIFEST,
@@ -108,7 +108,7 @@ def read_all(storage: LocalStorage, folder: str) -> None:
         if record.data.nbytes <= 2**20:
             shard.read(0, memoryview(bytearray(record.data.nbytes)))
         shard.verify()
-    read_whole([StorageShard(storage, manifest, owner) for owner in range(manifest.world_size)], lambda name: True)
+    WholeTensors([StorageShard(storage, manifest, owner) for owner in range(manifest.world_size)], lambda name: True).read()
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -189,7 +189,7 @@ class Leader:
 
     def hear_gathered(self, message: Gathered | GatheredSkips, port: MemberPort) -> None:
         """Takes what a collector has gathered, of the hosts that still report by way of it."""
-        kept = message.only(lambda host: self._ways.counts(host, port))
+        kept = message.only({host for host in message.hosts if self._ways.counts(host, port)})
         if isinstance(kept, GatheredSkips):
             owned = {host: [rank for rank in ranks if self.book.owns(host, rank)] for host, ranks in kept.owners.items()}
             kept = replace(kept, owners={host: ranks for host, ranks in owned.items() if ranks})

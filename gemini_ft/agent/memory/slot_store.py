@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -285,15 +285,20 @@ class SlotStore:
         self._budget.give_back(sum(memory.shape.total for memory in made))
         _drop_all(made)
 
-    def short(self, takes: Callable[[int], bool] = lambda owner: True, spare: int = 0) -> list[int]:
+    @property
+    def owners(self) -> Collection[int]:
+        """The owners for which there are slots, or should be."""
+        return self._wanted.keys()
+
+    def short(self, among: Collection[int] | None = None, spare: int = 0) -> list[int]:
         """Owners that have fewer slots than they should, and for which there is room now, beside what those before them will take.
 
         Args:
-            takes: whether an owner's slots would be made now; the others take no room.
+            among: the owners whose slots would be made now, the others take no room; None: all.
             spare: how many times the size of a slot must stay available to other processes.
         """
         lacking = [(owner, shape, count - len(self._rotation(owner))) for owner, (shape, count) in self._wanted.items()]
-        lacking = [each for each in lacking if each[2] > 0 and self._rotation(each[0]) and takes(each[0])]
+        lacking = [each for each in lacking if each[2] > 0 and self._rotation(each[0]) and (among is None or each[0] in among)]
         if not lacking:
             return []
         found, allowed, available, taken = list[int](), self._budget.limit - self._budget.used, available_memory(), 0
@@ -303,12 +308,12 @@ class SlotStore:
                 taken += missing * shape.total
         return found
 
-    def lastingly_short(self, takes: Callable[[int], bool]) -> list[int]:
+    def lastingly_short(self, among: Collection[int]) -> list[int]:
         """Owners as in `short`, at a commit, for which other processes have left room, and as much again, at the last commits too.
 
         What they leave for a moment is theirs: a slot that took it would stay, and whatever needs memory next meets the kernel's killer.
         """
-        self._roomy = {owner: self._roomy.get(owner, 0) + 1 for owner in self.short(takes, spare=1)}
+        self._roomy = {owner: self._roomy.get(owner, 0) + 1 for owner in self.short(among, spare=1)}
         found = [owner for owner, commits in self._roomy.items() if commits >= ROOMY_COMMITS]
         for owner in found:
             del self._roomy[owner]
@@ -317,7 +322,7 @@ class SlotStore:
     async def top_up(self, owner: int) -> None:
         """Makes the slots that there was no room for before."""
         async with self._making:  # another shape may be wanted by then
-            if self.short(lambda of: of == owner):
+            if self.short([owner]):
                 shape, count = self._wanted[owner]
                 with contextlib.suppress(MemoryBudgetError, SupersededError):
                     await self._ensure_beside(owner, shape, count, True, lambda: len(self._rotation(owner)) > 0)
