@@ -58,16 +58,12 @@ class Affine:
 class Measured:
     """Straight pieces between measured points; the first and the last piece go on beyond them, but never below 0.
 
-    Attributes:
-        nbytes: sizes that were measured, ascending, at least two.
-        seconds: what each took.
-
     Raises:
         ValueError: fewer than two points, sizes that do not ascend, or anything negative or not finite.
     """
 
-    nbytes: tuple[float, ...]
-    seconds: tuple[float, ...]
+    nbytes: tuple[float, ...]  # sizes that were measured, ascending, at least two
+    seconds: tuple[float, ...]  # what each took
 
     def __post_init__(self) -> None:
         if len(self.nbytes) != len(self.seconds) or len(self.nbytes) < 2:
@@ -121,16 +117,11 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedCost:
-    """A cost model, and how far it is from the samples it was made of.
-
-    Attributes:
-        mean: mean over the samples of ``|predicted - measured| / measured``.
-        worst: the largest of these.
-    """
+    """A cost model, and how far it is from the samples it was made of."""
 
     cost: Cost
-    mean: float
-    worst: float
+    mean: float  # mean over the samples of ``|predicted - measured| / measured``
+    worst: float  # the largest of these
 
 
 def fit_line(samples: Iterable[Sample]) -> FittedCost:

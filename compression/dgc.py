@@ -77,9 +77,6 @@ class MomentumCorrection(Reducer):
     Args:
         nesterov: ``u = m (u + g)``, ``v = v + u + g``.
         clip_norm: each tensor's gradient is scaled to at most this L2 norm divided by sqrt(ranks) first; None: not at all.
-
-    Attributes:
-        dense: send everything by an all-reduce of float32, with ordinary momentum, as long as this is set; see `ErrorFeedback`.
     """
 
     kept = ("velocities", "residuals", "inner")
@@ -88,6 +85,7 @@ class MomentumCorrection(Reducer):
     def __init__(self, inner: Sparsifier, momentum: Momentum = 0.9, nesterov: Nesterov = False, clip_norm: ClipNorm = None) -> None:
         self.inner, self.momentum, self.nesterov, self.clip_norm = inner, momentum, nesterov, clip_norm
         self.primitive, self.align = inner.primitive, inner.align
+        # send everything by an all-reduce of float32, with ordinary momentum, as long as this is set; see `ErrorFeedback`
         self.dense = False
         self.velocities, self.residuals = Memory(), Memory()
 

@@ -40,15 +40,11 @@ Work = tuple[tuple[int, float], ...]
 
 
 class OptionTable:
-    """Options by number, and what they ask of the queues for tensors of each size.
-
-    Attributes:
-        options: longest first among the ``choices`` first ones, which are candidates for every tensor; then those which are
-            only ever assigned.
-    """
+    """Options by number, and what they ask of the queues for tensors of each size."""
 
     def __init__(self, candidates: Iterable[Option], others: Iterable[Option], costs: TensorCosts) -> None:
         chosen = sorted(dict.fromkeys(candidates), key=lambda option: -len(option.operations))
+        # longest first among the ``choices`` first ones, which are candidates for every tensor; then those which are only ever assigned
         self.options = tuple(dict.fromkeys((*chosen, *others)))
         self.choices = len(chosen)
         self.number = {option: number for number, option in enumerate(self.options)}

@@ -30,12 +30,9 @@ class Exchange(ABC):
         device: where messages lie.
         text: describes this rank's gradient and scheme.
         refused: why this rank's gradient cannot be summed, if so.
-
-    Attributes:
-        exchanged: bytes of all ranks' messages in the latest `all_to_all` that has ended; the same on all ranks.
     """
 
-    exchanged: int = 0
+    exchanged: int = 0  # bytes of all ranks' messages in the latest `all_to_all` that has ended; the same on all ranks
 
     def __init__(self, group: ProcessGroup, device: torch.device, text: str, refused: str | None = None) -> None:
         self.group, self.device = group, device

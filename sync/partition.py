@@ -58,21 +58,13 @@ def group_by_part(parts: torch.Tensor, count: int) -> tuple[torch.Tensor, list[i
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionedIndices:
-    """Indices grouped by part.
+    """Indices grouped by part."""
 
-    Attributes:
-        order: int64 [n], a permutation that puts those of part 0 first, then those of part 1, ...; within a part in no order.
-        counts: of each part.
-        serial: indices that found no slot in the parallel memory.
-        slots: of all memories together; 8 bytes each.
-        attempts: how often the memory was too small and everything was done again with twice as much.
-    """
-
-    order: torch.Tensor
-    counts: list[int]
-    serial: int
-    slots: int
-    attempts: int = 1
+    order: torch.Tensor  # int64 [n], a permutation that puts those of part 0 first, then those of part 1, ...; within a part in no order
+    counts: list[int]  # of each part
+    serial: int  # indices that found no slot in the parallel memory
+    slots: int  # of all memories together; 8 bytes each
+    attempts: int = 1  # how often the memory was too small and everything was done again with twice as much
 
 
 def hierarchical_hash(

@@ -21,17 +21,11 @@ class GradientError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRows:
-    """Part of a matrix of ``rows`` units.
+    """Part of a matrix of ``rows`` units."""
 
-    Attributes:
-        rows: units of the index space, those that are absent included.
-        indices: int64 [n], unique, in [0, rows).
-        values: [n, width], one row per index.
-    """
-
-    rows: int
-    indices: torch.Tensor
-    values: torch.Tensor
+    rows: int  # units of the index space, those that are absent included
+    indices: torch.Tensor  # int64 [n], unique, in [0, rows)
+    values: torch.Tensor  # [n, width], one row per index
 
     @property
     def width(self) -> int:

@@ -29,20 +29,13 @@ class SwitchRefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchTerms:
-    """The demands of a job on a switch; the same on all ranks.
-
-    Attributes:
-        largest: whether the side word of a sum is the largest of those given, else the smallest.
-        slots: of all parts together.
-        nbytes: of a packet's values.
-        patience: seconds without any progress after which the switch counts as silent.
-    """
+    """The demands of a job on a switch; the same on all ranks."""
 
     adder: str
-    largest: bool
-    slots: int
-    nbytes: int
-    patience: float
+    largest: bool  # whether the side word of a sum is the largest of those given, else the smallest
+    slots: int  # of all parts together
+    nbytes: int  # of a packet's values
+    patience: float  # seconds without any progress after which the switch counts as silent
 
 
 class _SwitchShare:

@@ -49,19 +49,12 @@ _Hex = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 @dataclass(frozen=True, kw_only=True)
 class Packets:
-    """Packets of one sender.
+    """Packets of one sender."""
 
-    Attributes:
-        slots: int64 [k].
-        rounds: int64 [k], how often the slot was used before in this job.
-        sides: int64 [k], the word beside the values: an exponent, or the next block.
-        values: uint8 [k, bytes], or None where only the sides are said.
-    """
-
-    slots: Array
-    rounds: Array
-    sides: Array
-    values: Array | None
+    slots: Array  # int64 [k]
+    rounds: Array  # int64 [k], how often the slot was used before in this job
+    sides: Array  # int64 [k], the word beside the values: an exponent, or the next block
+    values: Array | None  # uint8 [k, bytes], or None where only the sides are said
 
     def __len__(self) -> int:
         return len(self.slots)

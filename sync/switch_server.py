@@ -49,9 +49,6 @@ class Slots:
     Args:
         adder: registers, with two rows for each slot.
         largest: whether the sum's side word is the largest of those given, else the smallest.
-
-    Attributes:
-        counts: packets by what became of them.
     """
 
     def __init__(self, world: int, slots: int, adder: Adder, *, largest: bool) -> None:
@@ -63,7 +60,7 @@ class Slots:
         self._missing = np.repeat(np.array([world, 0]), slots)
         self._filled = np.zeros(2 * slots, np.bool_)  # whether any worker gave values
         self._side = np.zeros(2 * slots, np.int64)
-        self.counts: Counter[str] = adder.counts
+        self.counts: Counter[str] = adder.counts  # packets by what became of them
 
     def take(self, rank: int, packets: packet.Packets) -> PacketEffects:
         """Takes packets of one worker, in any order, and any of them again."""
@@ -277,16 +274,13 @@ class SwitchServer:
     Args:
         listening: a bound UDP socket.
         part, parts: of the slots that this switch has, from 0 on.
-
-    Attributes:
-        counts: datagrams that were dropped before they came to a job, by reason.
     """
 
     def __init__(self, listening: socket.socket, key: bytes, limits: Limits | None = None, part: int = 0, parts: int = 1) -> None:
         self._socket = packet.Datagrams(listening)
         self._envelope = packet.Envelope(key)
         self.jobs = Jobs(key, secrets.token_hex(16), limits or Limits(), part, parts)
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # datagrams that were dropped before they came to a job, by reason
 
     def report(self) -> dict[str, int]:
         """The counts of all jobs and of what was dropped."""

@@ -98,33 +98,23 @@ class StreamContext:
     Args:
         perform: carries out effects of the protocol on this host.
         report: sends a message to the leader.
-
-    Attributes:
-        spec: the present session, or the last one; None: there has been none.
-        host: this host's part of the protocol.
-        encrypt: whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent.
-        hang: the verdict on the hang that the job is in, or that ended this session, as in its event; None: there is none.
-        stragglers: ranks that are slow now, as the leader has said.
-        workers: rank -> its worker, which may be one of the past.
-        slot_store: the memory of all slots.
-        custodians: the workers that keep replicas' memory safe.
-        counters: figures for ``gemini status``.
-        measures: figures that ``gemini top``, ``gemini watch`` and ``/metrics`` need besides.
     """
 
     def __init__(self, name: str, run: RunContext, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
         self.name, self.run, self.perform, self.report = name, run, perform, report
-        self.spec: SessionSpec | None = None
+        self.spec: SessionSpec | None = None  # the present session, or the last one; None: there has been none
+        # whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent
         self.encrypt = True
+        # the verdict on the hang that the job is in, or that ended this session, as in its event; None: there is none
         self.hang: dict[str, Any] | None = None
         self._hung_at: Version | None = None  # the newest version that was under way here then
-        self.stragglers: list[int] = []
-        self.host = Host(name=run.host)
-        self.workers: dict[int, WorkerConnection] = {}
-        self.custodians = Custodians(self.workers)
-        self.slot_store = SlotStore(self)
-        self.counters = dict.fromkeys(_COUNTED, 0)
-        self.measures = Measures()
+        self.stragglers: list[int] = []  # ranks that are slow now, as the leader has said
+        self.host = Host(name=run.host)  # this host's part of the protocol
+        self.workers: dict[int, WorkerConnection] = {}  # rank -> its worker, which may be one of the past
+        self.custodians = Custodians(self.workers)  # the workers that keep replicas' memory safe
+        self.slot_store = SlotStore(self)  # the memory of all slots
+        self.counters = dict.fromkeys(_COUNTED, 0)  # figures for ``gemini status``
+        self.measures = Measures()  # figures that ``gemini top``, ``gemini watch`` and ``/metrics`` need besides
 
     def log(self, text: str) -> None:
         self.run.log(f"[{self.name}] {text}")

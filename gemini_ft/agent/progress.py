@@ -56,15 +56,10 @@ _REASONS = 8  # that are told of one outage
 
 @dataclass
 class Outage:
-    """The time in which an operation does not work.
+    """The time in which an operation does not work."""
 
-    Attributes:
-        since: its beginning, on the system's clock.
-        error: the newest.
-    """
-
-    since: float
-    error: str = ""
+    since: float  # its beginning, on the system's clock
+    error: str = ""  # the newest
     _told: set[str] = field(default_factory=set, init=False)  # reasons of which the user has heard
 
     def again(self, error: str) -> bool:

@@ -48,17 +48,13 @@ if TYPE_CHECKING:
 
 
 class AgentSession:
-    """The connections that this host opens for one incarnation. ``goes_on``: whether it has begun with an agent before this one.
-
-    Attributes:
-        is_left_out: whether another host has said that it is in a later incarnation.
-    """
+    """The connections that this host opens for one incarnation. ``goes_on``: whether it has begun with an agent before this one."""
 
     def __init__(self, stream: Stream, spec: SessionSpec, goes_on: bool = False) -> None:
         context = stream.context
         self._context, self._spec, self.decide, self.log = context, spec, stream.decide, context.log
         self._is_drained = False  # whether this host leaves: a leader must hear that the next version is due for storage
-        self.is_left_out = False
+        self.is_left_out = False  # whether another host has said that it is in a later incarnation
         self._began = time.monotonic()
         self.outbound = Outbound(context, spec)
         self.storing = Storing(context, spec, self) if spec.storage is not None else None

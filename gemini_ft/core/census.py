@@ -32,17 +32,11 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class StateKind:
-    """One kind of state and its fate: a row of the table in docs/failure_model.md.
+    """One kind of state and its fate: a row of the table in docs/failure_model.md."""
 
-    Attributes:
-        what: the kind, in the plural.
-        fate: what becomes of it.
-        how: how it is captured, from what it is derived, or the way out.
-    """
-
-    what: str
-    fate: Fate
-    how: str
+    what: str  # the kind, in the plural
+    fate: Fate  # what becomes of it
+    how: str  # how it is captured, from what it is derived, or the way out
 
     def found(self, where: str, nbytes: int = 0, note: str = "") -> Finding:
         """A finding of this kind.

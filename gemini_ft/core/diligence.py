@@ -23,23 +23,14 @@ _CALM = 60  # times the first patience without a replacement, after which patien
 
 @dataclass(kw_only=True)
 class _Trial:
-    """The looks since the first one that counted against the agent.
+    """The looks since the first one that counted against the agent."""
 
-    Attributes:
-        began: when that was.
-        work: seconds that the agent had been at work until then; None: unknown.
-        looked: when the last look was.
-        late: looks that count against it.
-        others: looks that found it owing nothing, or not for long.
-        owed: seconds between looks in which it owed an answer.
-    """
-
-    began: float
-    work: float | None
-    looked: float
-    late: int = 0
-    others: int = 0
-    owed: float = 0.0
+    began: float  # when that was
+    work: float | None  # seconds that the agent had been at work until then; None: unknown
+    looked: float  # when the last look was
+    late: int = 0  # looks that count against it
+    others: int = 0  # looks that found it owing nothing, or not for long
+    owed: float = 0.0  # seconds between looks in which it owed an answer
 
 
 class Diligence:

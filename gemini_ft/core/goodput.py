@@ -25,25 +25,15 @@ class Phase(StrEnum):
 
 @dataclass(kw_only=True)
 class FailureCost:
-    """One failure, and the time that it has cost.
+    """One failure, and the time that it has cost."""
 
-    Attributes:
-        at: time at which it was known.
-        cause: why the first worker failed; empty: unknown.
-        host: that worker's host; empty: unknown.
-        step: the last step that had ended.
-        resumed: the step that was resumed; None: none yet.
-        incarnation: number of the attempt that it has ended.
-        seconds: time lost by phase, the replay included.
-    """
-
-    at: float
-    cause: str
-    host: str
-    step: int
-    incarnation: int = 0
-    resumed: int | None = None
-    seconds: dict[Phase, float] = field(default_factory=dict)
+    at: float  # time at which it was known
+    cause: str  # why the first worker failed; empty: unknown
+    host: str  # that worker's host; empty: unknown
+    step: int  # the last step that had ended
+    incarnation: int = 0  # number of the attempt that it has ended
+    resumed: int | None = None  # the step that was resumed; None: none yet
+    seconds: dict[Phase, float] = field(default_factory=dict)  # time lost by phase, the replay included
 
 
 class TimeLedger:
@@ -53,15 +43,11 @@ class TimeLedger:
 
     Args:
         began: seconds, on the clock by which all calls tell the time.
-
-    Attributes:
-        seconds: time by phase, up to the last call.
-        failures: all failures, the oldest first.
     """
 
     def __init__(self, began: float) -> None:
-        self.seconds = dict.fromkeys(Phase, 0.0)
-        self.failures: list[FailureCost] = []
+        self.seconds = dict.fromkeys(Phase, 0.0)  # time by phase, up to the last call
+        self.failures: list[FailureCost] = []  # all failures, the oldest first
         self._at = began
         self._is_running = False  # an attempt is under way, and no failure of it is known
         self._incarnation = 0

@@ -26,21 +26,13 @@ _OPTIMIZER = re.compile(r"optim\d+\.")
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """The state of one optimizer.
+    """The state of one optimizer."""
 
-    Attributes:
-        names: its parameters, in its own order, as in the model's state dict.
-        sizes: parameters in each group.
-        groups: hyperparameters of each group.
-        state: name -> key -> tensor or value.
-        other: state that belongs to no parameter.
-    """
-
-    names: list[str]
-    sizes: list[int]
-    groups: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
-    other: dict[Any, Any] = field(default_factory=dict)
+    names: list[str]  # its parameters, in its own order, as in the model's state dict
+    sizes: list[int]  # parameters in each group
+    groups: list[dict[str, Any]]  # hyperparameters of each group
+    state: dict[str, dict[str, Any]]  # name -> key -> tensor or value
+    other: dict[Any, Any] = field(default_factory=dict)  # state that belongs to no parameter
 
 
 class State:
@@ -54,10 +46,6 @@ class State:
         StateError: it was made by a gemini-ft that did not keep the names, or holds a pickle that is not trusted.
         CorruptDataError: a checksum does not match.
         UnsupportedStateError: parts of a tensor cannot be put in their places.
-
-    Attributes:
-        tensors: what reads them.
-        declared: name -> tensor on the device ``meta``, the one that the state dicts have; empty where all have been read.
     """
 
     def __init__(self, checkpoint: Checkpoint, optimizers: bool, declared: bool = False) -> None:
@@ -75,7 +63,9 @@ class State:
                     "cannot be put together from here; save this model with its own tools"
                 )
         self._extras: dict[str, Any] = on_cpu(checkpoint.extras("tensors")) if optimizers else {}
+        # what reads them
         self.tensors = WholeTensors(checkpoint.shards, lambda name: not is_gradient(name) and (optimizers or not _OPTIMIZER.match(name)))
+        # name -> tensor on the device ``meta``, the one that the state dicts have; empty where all have been read
         self.declared = self.tensors.declared() if declared else {}
         self._tensors = self.declared or self.tensors.read()
 

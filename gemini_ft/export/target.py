@@ -139,19 +139,12 @@ def exchange(one: Path, other: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The files that one format writes.
+    """The files that one format writes."""
 
-    Attributes:
-        name: the one file; None: a folder of several.
-        last: the file that names the others, and without which they are no checkpoint.
-        own: a pattern of the names in such a folder; files in folders go by their first part.
-        tagged: ``last`` holds the name of the folder that all others are in.
-    """
-
-    name: str | None = None
-    last: str = ""
-    own: str = ""
-    tagged: bool = False
+    name: str | None = None  # the one file; None: a folder of several
+    last: str = ""  # the file that names the others, and without which they are no checkpoint
+    own: str = ""  # a pattern of the names in such a folder; files in folders go by their first part
+    tagged: bool = False  # ``last`` holds the name of the folder that all others are in
 
 
 DCP = Target(last=".metadata", own=r"\.metadata|.*\.distcp")

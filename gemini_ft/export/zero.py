@@ -54,21 +54,17 @@ class Engine:
         UnsupportedStateError: of a pipeline, whose stages hold different layers.
         CorruptDataError: a tensor is not whole.
         StateError: it holds a pickle that is not trusted.
-
-    Attributes:
-        about: see `gemini_ft.deepspeed.partitions.about`.
-        extras: of each rank, see `gemini_ft.deepspeed.state.EngineState.extras`.
-        cuts: of each rank.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._shards = checkpoint.shards
+        # of each rank, see `gemini_ft.deepspeed.state.EngineState.extras`
         self.extras = [checkpoint.extras_of(owner, "tensors") for owner in range(len(checkpoint.shards))]
-        self.about = codec.decode(self.extras[0]["about"])
+        self.about = codec.decode(self.extras[0]["about"])  # see `gemini_ft.deepspeed.partitions.about`
         checked_aliases(self.about["keys"])
         if any(value["about"] != self.extras[0]["about"] for value in self.extras):
             raise UnsupportedStateError("the ranks hold different layers (a pipeline); only engines with one stage can be exported")
-        self.cuts = [Cut.unpack(codec.decode(value["cut"])) for value in self.extras]
+        self.cuts = [Cut.unpack(codec.decode(value["cut"])) for value in self.extras]  # of each rank
         layouts = {owner: shard.layout for owner, shard in enumerate(self._shards)}
         check_covered([piece for layout in layouts.values() for piece in layout.pieces])
         self._places = OldShards(layouts, dict(enumerate(self.cuts)))
