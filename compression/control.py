@@ -113,16 +113,7 @@ class DelayControl:
         every: steps between decisions.
     """
 
-    def __init__(
-        self,
-        elements: int,
-        world: int,
-        deadline: float,
-        *,
-        divisible: bool = False,
-        entry: int = 8,
-        every: int = 5,
-    ) -> None:
+    def __init__(self, elements: int, world: int, deadline: float, *, divisible: bool = False, entry: int = 8, every: int = 5) -> None:
         if elements < 1 or world < 1 or every < 1 or not deadline > 0:
             raise ValueError(f"elements={elements}, world={world}, every={every}, deadline={deadline} s: all must be above 0")
         self.elements, self.world, self.deadline, self.every = elements, world, deadline, every

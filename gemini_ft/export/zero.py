@@ -19,15 +19,7 @@ from gemini_ft.core.layout import Read
 from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state_dicts import (
-    OptimizerState,
-    State,
-    checked_aliases,
-    numbered_groups,
-    on_cpu,
-    save_file,
-    tied_keys,
-)
+from gemini_ft.export.state_dicts import OptimizerState, State, checked_aliases, numbered_groups, on_cpu, save_file, tied_keys
 from gemini_ft.export.whole_tensors import check_covered
 from gemini_ft.recovery.restore import scatter
 from gemini_ft.state import codec
