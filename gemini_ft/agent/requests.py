@@ -74,6 +74,12 @@ class Requests:
                 self._streams.adopt(fds, shared, SlotDonor(worker, message.incarnation) if worker.stream else None)
             case _ if not worker.stream:
                 raise AgentError(f"{kind_of(message)!r} before hello")
+            case _:
+                self._on_member_message(worker, message, fds)
+
+    def _on_member_message(self, worker: WorkerConnection, message: wire.ToAgent, fds: list[int]) -> None:
+        """Takes a message of a worker that has said hello."""
+        match message:
             case wire.GetInventory():
                 stream = self._stream(worker)
                 stream.seal(worker)

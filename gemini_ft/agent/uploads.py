@@ -233,7 +233,7 @@ class Uploader:
             f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._context
         )
         committed = Committed(owner, version, memory.root, shape.chunk_bytes)
-        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, sent=transfer.add, committed=committed)
+        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, transfer=transfer, committed=committed)
         try:
             StoredShard(self._storage, record).sample()  # a store may say yes and keep half
         except CorruptDataError as error:

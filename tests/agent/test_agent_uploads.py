@@ -19,7 +19,7 @@ from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import StorageError
-from gemini_ft.storage.base import ignore
+from gemini_ft.storage.base import UNCOUNTED, TransferCount
 from gemini_ft.storage.checkpoints import list_checkpoints, mark_key, read_manifest
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.lookout import newest_whole
@@ -34,14 +34,14 @@ class Naughty(LocalStorage):
     """Keeps half of what matches ``halves``, and refuses to put or delete what matches ``refuses``."""
 
     halves = refuses = "$^"
-    before_put: Callable[[str], None] = staticmethod(ignore)  # of each key
+    before_put: Callable[[str], None] = staticmethod(lambda key: None)  # of each key
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
         self.before_put(key)
         if re.search(self.refuses, f"put {key}"):
             raise StorageError(f"put {key} is refused")
         content = b"".join(parts)
-        super().put(key, [content[: len(content) // 2] if re.search(self.halves, key) else content], sent)
+        super().put(key, [content[: len(content) // 2] if re.search(self.halves, key) else content], transfer)
 
     def delete(self, key: str) -> None:
         if re.search(self.refuses, f"delete {key}"):
@@ -203,8 +203,8 @@ def test_a_checkpoint_stays_that_the_mark_names_although_the_store_denies_that_i
 ) -> None:
     put = host.storage.put
 
-    def denies(key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        put(key, parts, sent)
+    def denies(key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
+        put(key, parts, transfer)
         if key == mark_key("run", "main"):
             raise StorageError("the answer was lost")
 
