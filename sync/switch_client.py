@@ -127,8 +127,7 @@ class Client:
 
         With 0 seconds the answers are those to an earlier hello.
         """
-        self._until(seconds, lambda part: part.welcome is not None, lambda part: packet.SwitchHello())
-        return self._silent(lambda part: part.welcome is not None)
+        return self._silent(self._until(seconds, lambda part: packet.SwitchHello() if part.welcome is None else None))
 
     def join(self, job: str, seconds: float) -> None:
         """Joins a job, after `reaches`.
@@ -140,7 +139,9 @@ class Client:
         refused: list[str] = []
         welcomes = {part: part.welcome for part in self.parts}
 
-        def ask(part: _SwitchShare) -> packet.Message:
+        def ask(part: _SwitchShare) -> packet.Message | None:
+            if part.key is not None or refused:
+                return None
             if (welcome := welcomes[part]) is None:
                 return packet.SwitchHello()
             terms = self._terms
@@ -166,10 +167,10 @@ class Client:
                 has = f"{welcome.part + 1}/{welcome.parts}"
                 raise SwitchRefusedError(f"switch {part.place} has part {has}, and is given as {number + 1}/{len(self.parts)}: see --part")
         self._job = job
-        self._until(seconds, lambda part: part.key is not None or bool(refused), ask, hear)
+        left = self._until(seconds, ask, hear)
         if refused:
             raise SwitchRefusedError(refused[0])
-        if (silent := self._silent(lambda part: part.key is not None)) is not None:
+        if (silent := self._silent(left)) is not None:
             raise SwitchSilentError(silent)
 
     def run(self, stream: TensorStream) -> None:
@@ -229,27 +230,27 @@ class Client:
     def _until(
         self,
         seconds: float,
-        done: Callable[[_SwitchShare], bool],
-        ask: Callable[[_SwitchShare], packet.Message],
+        ask: Callable[[_SwitchShare], packet.Message | None],
         hear: Callable[[_SwitchShare, packet.Message], None] = lambda part, message: None,
-    ) -> None:
-        """Asks all parts again and again until all are done, or for so long."""
+    ) -> list[_SwitchShare]:
+        """Asks all parts again and again until there is nothing to ask (None), or for so long; returns those with an answer to come."""
         end = time.monotonic() + seconds
         while True:
             for part in self.parts:
                 for message in part.answers():
                     hear(part, message)
-            left = [part for part in self.parts if not done(part)]
-            for part in left:
-                part.say(ask(part))
+            left = [(part, question) for part in self.parts if (question := ask(part)) is not None]
+            for part, question in left:
+                part.say(question)
             wait = min(_ASK_AGAIN, end - time.monotonic())
             if not left or wait <= 0:
-                return
-            packet.await_any([part.socket for part in left], wait)
+                return [part for part, _ in left]
+            packet.await_any([part.socket for part, _ in left], wait)
 
-    def _silent(self, done: Callable[[_SwitchShare], bool]) -> str | None:
-        silent = [part.place for part in self.parts if not done(part)]
-        return f"switch {', '.join(silent)} does not answer (is it running, and has it the same secret?)" if silent else None
+    @staticmethod
+    def _silent(left: Sequence[_SwitchShare]) -> str | None:
+        places = ", ".join(part.place for part in left)
+        return f"switch {places} does not answer (is it running, and has it the same secret?)" if left else None
 
     def _named(self) -> str:
         return ", ".join(part.place for part in self.parts)

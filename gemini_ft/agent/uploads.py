@@ -80,7 +80,7 @@ class Uploader:
         self._leftovers: set[str] = set()  # and of those that failed
         self._orphans: set[str] = set()  # and of those whose manifest may be written by a leader that was lost
         self._clearing = threading.Lock()
-        self._newest: tuple[Version, float] | None = None  # stored, and when
+        self.stored: tuple[Version, float] | None = None  # the newest that is known here to be stored, and when, by the system's clock
         self._tidied = False
         self._failures: dict[str, Outage] = {}  # operation that does not work -> what is known of that
 
@@ -95,16 +95,11 @@ class Uploader:
             "done_bytes": sum(transfer.done for transfer in transfers),
             "total_bytes": sum(transfer.total for transfer in transfers),
             "seconds_left": max((round(transfer.seconds_left, 1) for transfer in transfers if transfer.done), default=None),
-            "stored": self._newest[0].iteration if self._newest is not None else None,
-            "stored_at": self._newest[1] if self._newest is not None else None,
+            "stored": self.stored[0].iteration if self.stored is not None else None,
+            "stored_at": self.stored[1] if self.stored is not None else None,
             "failing_since": first.since if first else None,
             "error": first.error if first else "",
         }
-
-    @property
-    def stored(self) -> tuple[Version, float] | None:
-        """The newest version of which this host knows that it is stored, and when that was, by the system's clock."""
-        return self._newest
 
     @property
     def unstored(self) -> str:
@@ -143,7 +138,7 @@ class Uploader:
         if error:
             self._clear_away(written - orphans)
             return self._failed(version, error)
-        self._newest = (version, time.time())
+        self.stored = (version, time.time())
         # Not waited for, as the home folder may be on a network file system that hangs.
         self.background.spawn(asyncio.to_thread(checkpoints.note_on_host, self.config.url, self._run, self._spec.stream, version))
         outage = self._failures.pop(_UPLOADS, None)
@@ -164,13 +159,13 @@ class Uploader:
 
     def _recall(self) -> None:
         """Finds out which checkpoints were stored before this session."""
-        if self._newest is None and (mark := checkpoints.recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
-            self._newest = self._newest or (mark.version, mark.at)
+        if self.stored is None and (mark := checkpoints.recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
+            self.stored = self.stored or (mark.version, mark.at)
 
     def _stake(self) -> str:
-        if self._newest is None:
+        if self.stored is None:
             return "nothing is stored yet"
-        stored, at = self._newest
+        stored, at = self.stored
         return f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
 
     def _delete_orphans(self, keys: set[str]) -> None:
@@ -292,7 +287,7 @@ class Uploader:
                 raise UnclearUploadError(str(error)) from None
             raise
         self._retention.stored(manifest)
-        self._newest = (version, time.time())
+        self.stored = (version, time.time())
 
     def _check_leads(self, epoch: int | None) -> None:
         """Makes sure that no other host has led since, as far as this one has heard.
@@ -328,13 +323,13 @@ class Uploader:
         Raises:
             StorageError: it is not.
         """
-        if self._newest is None:
+        if self.stored is None:
             return
         run, stream = self._run, self._spec.stream
-        if not any(exists(self._storage, key) for key in (checkpoints.mark_key(run, stream), self._manifest_key(self._newest[0]))):
+        if not any(exists(self._storage, key) for key in (checkpoints.mark_key(run, stream), self._manifest_key(self.stored[0]))):
             note = checkpoints.note_path(self.config.url, run, stream)
             raise StorageError(
-                f"{self.config.url}: this run has stored {self._newest[0]} here, and nothing of it is there any more: is a mount missing? "
+                f"{self.config.url}: this run has stored {self.stored[0]} here, and nothing of it is there any more: is a mount missing? "
                 f"If all was deleted on purpose, delete {note} as well, and start the job again"
             )
 

@@ -41,7 +41,7 @@ COMMANDS = {
     ),
     "goodput": Command("gemini_ft.cli.goodput", "command", "say what the time of a run went into, by phase and failure"),
     "export": Command("gemini_ft.cli.export", "command", "write a checkpoint for Lightning, torch.distributed.checkpoint or safetensors"),
-    "pipeline": Command("gemini_ft.cli.pipeline", "command", "show what a gradient pipeline does with each parameter of a model"),
+    "pipeline": Command("gemini_ft.cli.planning", "pipeline", "show what a gradient pipeline does with each parameter of a model"),
     "simulate": Command("gemini_ft.cli.planning", "simulate", "forecast lost work and effective training time of a cluster that fails"),
     "plan": Command("gemini_ft.cli.planning", "plan", "say how many replicas and how much memory a cluster needs, and what to expect"),
     "switch": Command("gemini_ft.cli.switch", "command", "add up gradients of other hosts, as a switch in the network would"),

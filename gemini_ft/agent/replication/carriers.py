@@ -29,6 +29,7 @@ class ByAgents:
 
     def __init__(self, connection: Connection, traffic: TrafficConfig) -> None:
         self._connection = connection
+        self.meter, self.send = connection.meter, connection.send
         connection.shape(traffic.when == "idle", traffic.max_rate, traffic.low_priority)
 
     @property
@@ -40,13 +41,6 @@ class ByAgents:
     def lanes(self) -> int:
         """The number of chunks that travel at a time."""
         return self._connection.lanes
-
-    def meter(self) -> Meter:
-        return self._connection.meter()
-
-    def send(self, message: PeerMessage) -> None:
-        """Sends a message after every chunk that was sent before it."""
-        self._connection.send(message)
 
     def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
         """Queues a chunk of a slot; ``payload`` are its bytes."""
