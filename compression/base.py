@@ -252,8 +252,7 @@ class Reducer(ABC):
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         """Bytes that one rank hands to collectives for one bundle, by the method's formula.
 
-        Args:
-            selected: elements that were picked, or bytes that are left, where the data decide on that: ValueError without it.
+        ``selected``: elements that were picked, or bytes that are left, where the data decide on that: ValueError without it.
         """
 
     @property

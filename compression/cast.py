@@ -165,8 +165,7 @@ class Inceptionn(Compressor):
     (``feedback=0``). `gemini_ft.truncation` has the format. The exchange of the paper, in which sums travel truncated too, is
     `gemini_ft.sync.ring`.
 
-    Args:
-        bound: b of the error bound 2^-b, from 1 to 14; the paper's are 6, 8 and 10.
+    ``bound``: b of the error bound 2^-b, from 1 to 14; the paper's are 6, 8 and 10.
     """
 
     primitive = Primitive.ALL_GATHER_V

@@ -58,8 +58,7 @@ class Affine:
 class Measured:
     """Straight pieces between measured points; the first and the last piece go on beyond them, but never below 0.
 
-    Raises:
-        ValueError: fewer than two points, sizes that do not ascend, or anything negative or not finite.
+    Raises ValueError: fewer than two points, sizes that do not ascend, or anything negative or not finite.
     """
 
     nbytes: tuple[float, ...]  # sizes that were measured, ascending, at least two
@@ -130,8 +129,7 @@ def fit_line(samples: Iterable[Sample]) -> FittedCost:
     Neither ``alpha`` nor ``beta`` becomes negative: where the best line would have it so, the best line through zero, or the
     best constant, takes its place.
 
-    Raises:
-        ValueError: fewer than two different sizes.
+    Raises ValueError: fewer than two different sizes.
     """
     points = _at_least_two_sizes(samples)
     weights = [point.seconds**-2 for point in points]
@@ -154,8 +152,7 @@ def interpolate(samples: Iterable[Sample]) -> FittedCost:
     Such a model is right at its own points whatever they are. What is reported is what it says of sizes that it has not seen:
     the error at each size with that size left out. With two sizes, where nothing can be left out, it is that of the medians.
 
-    Raises:
-        ValueError: fewer than two different sizes.
+    Raises ValueError: fewer than two different sizes.
     """
     points = _at_least_two_sizes(samples)
     sizes = sorted({point.nbytes for point in points})

@@ -32,8 +32,7 @@ class SampledThreshold(RatioSparsifier):
 
     The estimate is corrected until between 0.8 and 1.3 of the target pass; of more, exactly the largest are taken.
 
-    Args:
-        warmup_steps: steps in which the ratio falls to the target, in four stages of one length: 0.25, 0.063, 0.016 and 0.004 for 0.001.
+    ``warmup_steps``: steps in which the ratio falls to the target, in four stages of one length: 0.25, 0.063, 0.016 and 0.004 for 0.001.
     """
 
     low, high = 0.8, 1.3

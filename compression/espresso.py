@@ -224,8 +224,7 @@ class OptionPlan:
 def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) -> float:
     """Seconds of one iteration with these options, one for each tensor.
 
-    Raises:
-        ValueError: other numbers of options than of tensors, or an option without costs.
+    Raises ValueError: other numbers of options than of tensors, or an option without costs.
     """
     return TrialStrategy(backward, OptionTable(chosen, (), costs), chosen).seconds()
 
@@ -233,8 +232,7 @@ def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) ->
 def plan(backward: Backward, costs: TensorCosts) -> OptionPlan:
     """Runs algorithm 1, and algorithm 2 where the CPU has costs too; what comes out is not predicted to be slower than all-reduce alone.
 
-    Raises:
-        ValueError: costs are missing.
+    Raises ValueError: costs are missing.
     """
     candidates = options((Processor.GPU if Processor.GPU in costs.compress else Processor.CPU,), flat_only=costs.topology.flat_only)
     moved = [option.on(Processor.CPU) for option in candidates] if Processor.CPU in costs.compress else []

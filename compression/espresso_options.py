@@ -117,8 +117,7 @@ UNCOMPRESSED = Option((PlannedCollective(Routine.ALL_REDUCE, Scope.FLAT, Exchang
 def options(processors: Sequence[Processor] = (Processor.GPU,), *, flat_only: bool = False) -> tuple[Option, ...]:
     """Every option of the decision tree whose codecs run on ``processors``; the first is `UNCOMPRESSED`.
 
-    Args:
-        flat_only: leave hierarchical options out: there is one machine, or one rank in each.
+    ``flat_only``: leave hierarchical options out: there is one machine, or one rank in each.
 
     Raises:
         ValueError: no processor, or one twice.

@@ -26,8 +26,7 @@ from .costs import FREE, Cost
 class Backward:
     """The tensors of a model, in the order in which the backward pass makes their gradients.
 
-    Raises:
-        ValueError: no tensor, other numbers of sizes than of times, or anything negative or not finite.
+    Raises ValueError: no tensor, other numbers of sizes than of times, or anything negative or not finite.
     """
 
     nbytes: tuple[int, ...]  # of each gradient, dense
@@ -90,8 +89,7 @@ def even(tensors: int, groups: int) -> Grouping:
 def buckets(nbytes: Sequence[int], capacity: int) -> Grouping:
     """Groups closed by the tensor with which they hold at least ``capacity`` bytes, as the buckets of torch's DDP are.
 
-    Raises:
-        ValueError: ``capacity`` is below 1, or there is no tensor.
+    Raises ValueError: ``capacity`` is below 1, or there is no tensor.
     """
     if capacity < 1:
         raise ValueError(f"capacity={capacity} bytes: must be at least 1")

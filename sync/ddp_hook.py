@@ -29,8 +29,7 @@ class HookState:
 def hook(state: HookState | ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket over all ranks, in the background of the backward pass.
 
-    Args:
-        state: the schemes; a process group, or None for the default group, as torch's own hooks take it: the default schemes in that group.
+    ``state``: the schemes; a process group, or None for the default group, as torch's own hooks take it: the default schemes in that group.
 
     Raises:
         TypeError: another state.

@@ -49,8 +49,7 @@ def murmur(keys: torch.Tensor, seed: int) -> torch.Tensor:
 def group_by_part(parts: torch.Tensor, count: int) -> tuple[torch.Tensor, list[int]]:
     """Histogram, scan, scatter: (order that groups equal parts and keeps theirs, size of each part).
 
-    Args:
-        parts: int64 [n], in [0, count).
+    ``parts``: int64 [n], in [0, count).
     """
     keys = parts.to(torch.uint8) if count <= 256 else parts.to(torch.int32)  # one pass of a radix sort, not eight
     return torch.argsort(keys, stable=True), torch.bincount(parts, minlength=count).tolist()
@@ -193,8 +192,7 @@ class RotatedPartition(HashPartition):
     indicators, one per group, with the mean that Zen's h0 has (theorem 2) and no more variance: several units of a group are
     never in the same part. Zen's h0 needs a table of as many integers as there are units to invert it (algorithm 2).
 
-    Args:
-        seed: the same on all ranks.
+    ``seed``: the same on all ranks.
     """
 
     formats = ("coo", "bitmap")

@@ -71,8 +71,7 @@ class InceptionnRing(EncodedRing):
     so it is off by less than n 2^-bound beside the roundings of float32, in which values are added. Infinities and NaN travel as they are.
     For error feedback there is `gemini_ft.compression.cast`.
 
-    Args:
-        bound: b of the error bound 2^-b, from 1 to 14, in units of the gradients that are added up; the paper's are 6, 8 and 10.
+    ``bound``: b of the error bound 2^-b, from 1 to 14, in units of the gradients that are added up; the paper's are 6, 8 and 10.
     """
 
     name = "inceptionn-ring"

@@ -54,8 +54,7 @@ def from_dense(matrix: torch.Tensor) -> SparseRows:
 def to_rows(tensor: torch.Tensor) -> SparseRows:
     """A gradient of any accepted layout. Duplicate indices are summed; the values may share the tensor's memory.
 
-    Raises:
-        GradientError: a layout or dtype that is not accepted, or indices outside the shape.
+    Raises GradientError: a layout or dtype that is not accepted, or indices outside the shape.
     """
     _check(tensor)
     if tensor.layout == torch.strided:
@@ -68,8 +67,7 @@ def to_rows(tensor: torch.Tensor) -> SparseRows:
 def to_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a gradient of any accepted layout as a dense [rows, width] matrix, of units as in `to_rows`.
 
-    Raises:
-        GradientError: as `to_rows` does.
+    Raises GradientError: as `to_rows` does.
     """
     _check(tensor)
     if tensor.layout == torch.strided:

@@ -90,8 +90,7 @@ class _SwitchShare:
 class Client:
     """One rank's side of one job.
 
-    Args:
-        places: host:port of each switch, in the order of their parts.
+    ``places``: host:port of each switch, in the order of their parts.
 
     Raises:
         SwitchSilentError: a name cannot be resolved, there is no way there, or this process can have no socket.
@@ -176,8 +175,7 @@ class Client:
     def run(self, stream: TensorStream) -> None:
         """Takes one tensor through the switch; all ranks of the job must.
 
-        Raises:
-            SwitchSilentError: nothing came for ``patience`` seconds. The job is over: what was given cannot be taken back.
+        Raises SwitchSilentError: nothing came for ``patience`` seconds. The job is over: what was given cannot be taken back.
         """
         now = heard = looked = time.monotonic()
         try:

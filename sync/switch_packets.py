@@ -168,8 +168,7 @@ class Datagrams:
         Returns:
             uint8 [k, length] arrays of datagrams with one sender and length. They are valid until the next call.
 
-        Raises:
-            ConnectionRefusedError: nobody listens at the other end of a connected socket.
+        Raises ConnectionRefusedError: nobody listens at the other end of a connected socket.
         """
         found: list[tuple[int, int, int, Any]] = []  # begin, end, length, sender; what continues the one before is added to it
         at = 0
@@ -193,8 +192,7 @@ class Datagrams:
     def send(self, datagrams: Array, address: Any = None) -> None:
         """Sends uint8 [k, length]; waits while the kernel's buffer is full.
 
-        Raises:
-            ConnectionRefusedError: nobody listens at the other end of a connected socket.
+        Raises ConnectionRefusedError: nobody listens at the other end of a connected socket.
         """
         count, length = datagrams.shape
         step = max(1, min(_MOST_SEGMENTS, _MOST_BYTES // max(1, length))) if self._segments else 1

@@ -187,8 +187,7 @@ class SwitchScheme(Scheme, Generic[Gradient]):
     def _admit(self, tensor: torch.Tensor) -> Gradient:
         """A gradient as the scheme needs it, on the CPU.
 
-        Raises:
-            GradientError: a layout or dtype that is not accepted, or indices outside the shape.
+        Raises GradientError: a layout or dtype that is not accepted, or indices outside the shape.
         """
 
     @abstractmethod

@@ -35,8 +35,7 @@ class TensorStream(ABC):
 class PacketStream(TensorStream):
     """A tensor of which every packet is added up: each column's, one after the other.
 
-    Args:
-        packets: [k, ...].
+    ``packets``: [k, ...].
     """
 
     def __init__(self, packets: Array, slots: int) -> None:

@@ -76,8 +76,7 @@ def _bind(run: str, host: str) -> socket.socket:
 def _claim(files: SlotFiles, run: str, host: str) -> int | None:
     """The folder's identity file, once no other agent is at work there; None: one is, and can be reached.
 
-    Raises:
-        ConfigError: there is one that cannot be reached from here.
+    Raises ConfigError: there is one that cannot be reached from here.
     """
     end = time.monotonic() + _PARTING
     while (identity := files.claim()) is None:

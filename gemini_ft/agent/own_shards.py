@@ -37,8 +37,7 @@ _MOST = 32  # threads; one forms about 6 GB/s, and a copy is as good as lost if 
 class Hashing:
     """One shard on its way from a device into its slot.
 
-    Args:
-        on_chunk: called with number, offset, bytes and checksum of each chunk, on the event loop, in any order.
+    ``on_chunk``: called with number, offset, bytes and checksum of each chunk, on the event loop, in any order.
     """
 
     def __init__(self, memory: SlotMemory, version: Version, on_chunk: Callable[[int, int, int, int], None]) -> None:

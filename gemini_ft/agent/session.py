@@ -304,8 +304,7 @@ class Callers:
     def let_in(self, connection: Connection, host: str) -> None:
         """Takes in a connection of a host, which is believed as long as no other process gives that host's name.
 
-        Raises:
-            AgentError: another process gives it, too. The host is called back, and the one of the two that is the host may dial again.
+        Raises AgentError: another process gives it, too. The host is called back, and the one of the two that is the host may dial again.
         """
         there = [each for each in self._open.get(host, ()) if not each.closed.is_set()]
         known = self._proved.get(host) or (there[0].certificate if there else connection.certificate)

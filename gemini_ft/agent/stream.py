@@ -89,8 +89,7 @@ class Stream:
     def open(self, spec: wire.SessionSpec, readopt: bool, committed: Version | None) -> None:
         """Begins an incarnation; ``readopt``: continues the present one, after this agent was restarted in its middle.
 
-        Raises:
-            SupersededError: a newer one, or another with the same number, is already under way.
+        Raises SupersededError: a newer one, or another with the same number, is already under way.
         """
         context, before = self.context, self.context.spec
         if before is not None and spec.incarnation == before.incarnation:
@@ -172,8 +171,7 @@ class Stream:
     def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuses a choice that could not take account of all copies here.
 
-        Raises:
-            RecoveryError: a copy was handed back after the worker had asked for the inventory.
+        Raises RecoveryError: a copy was handed back after the worker had asked for the inventory.
         """
         if worker in self._misinformed:
             raise RecoveryError(
@@ -245,8 +243,7 @@ class Stream:
     def drain_other(self, host: str) -> bool:
         """Has another host drained, by way of the leader; whether there is such a host.
 
-        Raises:
-            AgentError: the leader cannot be told now.
+        Raises AgentError: the leader cannot be told now.
         """
         spec = self.context.spec
         if self.present_session is None or spec is None or host not in spec.hosts:

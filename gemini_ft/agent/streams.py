@@ -134,8 +134,7 @@ class Streams:
     async def listen(self, hello: Hello) -> None:
         """Listens to peers where the first worker says; returns when this host can be reached.
 
-        Raises:
-            GeminiError: it cannot; the next worker may have better luck.
+        Raises GeminiError: it cannot; the next worker may have better luck.
         """
         if self._listening is None:
             self._listening = asyncio.get_running_loop().create_task(self._listen(hello))

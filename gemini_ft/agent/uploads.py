@@ -121,8 +121,7 @@ class Uploader:
     def over(self, version: Version, error: str, unclear: bool = False) -> str:
         """Records that the upload has ended on all hosts.
 
-        Args:
-            unclear: whether its manifest may exist, or come to exist, all the same.
+        ``unclear``: whether its manifest may exist, or come to exist, all the same.
 
         Returns:
             What to tell the user: of an outage its beginning, every further reason, and its end are worth a word.
@@ -295,8 +294,7 @@ class Uploader:
         One that has heard nothing does no harm: until the next upload is over the shards of this one stay
         (`Uploader.over`), and what it deletes is older than both.
 
-        Raises:
-            StorageError: another one leads, or has led.
+        Raises StorageError: another one leads, or has led.
         """
         if epoch is None or self._term.leads_in != epoch:
             raise StorageError("another host leads the commits by now, and decides what is stored")
@@ -306,8 +304,7 @@ class Uploader:
 
         Where they are there, it is a checkpoint, and may be the one because of which the other host deletes older ones.
 
-        Raises:
-            StorageError: another host leads.
+        Raises StorageError: another host leads.
         """
         try:
             self._check_leads(epoch)
@@ -320,8 +317,7 @@ class Uploader:
     def _check_place(self) -> None:
         """Makes sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
 
-        Raises:
-            StorageError: it is not.
+        Raises StorageError: it is not.
         """
         if self.stored is None:
             return

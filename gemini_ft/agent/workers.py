@@ -71,8 +71,7 @@ class WorkerConnection:
     def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None:
         """Queues a message; descriptors are duplicated now, so that the caller may close its own.
 
-        Raises:
-            AgentError: this process has no free descriptors left.
+        Raises AgentError: this process has no free descriptors left.
         """
         if self._connected:
             try:

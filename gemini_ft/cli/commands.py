@@ -134,8 +134,7 @@ def leave(arguments: Sequence[str]) -> int:
 def _forget_files(run: str, host: str, has_left: bool) -> Path | None:
     """Removes the slots that the run keeps as files on this host, unless an agent is at work; returns the folder they were in.
 
-    Args:
-        has_left: whether an agent has just been told to leave, which may still be about to end.
+    ``has_left``: whether an agent has just been told to leave, which may still be about to end.
 
     Raises:
         AgentError: an agent uses them that cannot be told.

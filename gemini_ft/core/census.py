@@ -78,8 +78,7 @@ def rules() -> list[StateKind]:
 class Census:
     """The parts of one job's state, each with a function that walks it.
 
-    Args:
-        ignore: patterns (as for files) of names that are the user's.
+    ``ignore``: patterns (as for files) of names that are the user's.
     """
 
     def __init__(self, ignore: Iterable[str] = ()) -> None:
@@ -115,8 +114,7 @@ class Census:
     def take(self) -> list[Finding]:
         """The findings, if nothing is refused.
 
-        Raises:
-            UnsupportedStateError: something cannot be captured; each such thing is named, with the way out.
+        Raises UnsupportedStateError: something cannot be captured; each such thing is named, with the way out.
         """
         found = self.findings()
         if refused := [item for item in found if item.rule.fate is Fate.REFUSED]:

@@ -36,8 +36,7 @@ class _Trial:
 class Diligence:
     """One worker's view of its host's agent, and of the next ones if that is replaced.
 
-    Args:
-        patience: seconds without a commit after which an agent that owes answers is slow; 0: none ever is.
+    ``patience``: seconds without a commit after which an agent that owes answers is slow; 0: none ever is.
     """
 
     def __init__(self, patience: float) -> None:
@@ -78,8 +77,7 @@ class Diligence:
     def look(self, now: float, work: Callable[[], float | None]) -> bool:
         """Looks at the agent; returns whether it is slow and must be replaced.
 
-        Args:
-            work: returns the seconds for which the agent has been at work, or has waited for a processor; None: unknown.
+        ``work``: returns the seconds for which the agent has been at work, or has waited for a processor; None: unknown.
         """
         asked, trial = self._asked, self._trial
         if not self.patience or (asked is None and trial is None):

@@ -58,8 +58,7 @@ class Gathered:
     def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
         """The reports host by host; ``held``: host -> owners of the shards that it holds, in their order.
 
-        Raises:
-            PeerError: a host holds nothing, or another number of shards than these can be the roots of.
+        Raises PeerError: a host holds nothing, or another number of shards than these can be the roots of.
         """
         out = []
         for host, text in self.roots.items():

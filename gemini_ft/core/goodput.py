@@ -41,8 +41,7 @@ class TimeLedger:
 
     The reports of all ranks are booked together: a phase lasts until the last rank has left it, and a step ends with the first rank.
 
-    Args:
-        began: seconds, on the clock by which all calls tell the time.
+    ``began``: seconds, on the clock by which all calls tell the time.
     """
 
     def __init__(self, began: float) -> None:

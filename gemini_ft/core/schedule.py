@@ -85,8 +85,7 @@ class Schedule:
 def schedule(spans: Sequence[float], transfer: Transfer, link: LinkCost) -> Schedule:
     """Puts every byte of every copy into spans, in order (algorithm 2).
 
-    Args:
-        spans: seconds of each idle span, in the order of the step.
+    ``spans``: seconds of each idle span, in the order of the step.
 
     Returns:
         Every byte exactly once per copy; no span holds more than ``gamma`` of its seconds.

@@ -96,8 +96,7 @@ def document(state: State | EngineStates, optimizers: bool = True, flat: bool = 
 
     {"model": {name: tensor}, "optim": {"state": {name: {key: value}}, "param_groups": [{..., "params": [name, ...]}]}}
 
-    Args:
-        flat: the optimizer as with ``flatten_optimizer_state_dict``: {"state.<name>.<key>": value, "param_groups.<name>.<key>": value}.
+    ``flat``: the optimizer as with ``flatten_optimizer_state_dict``: {"state.<name>.<key>": value, "param_groups.<name>.<key>": value}.
     """
     if not optimizers:
         return {"model": state.model()}
@@ -125,8 +124,7 @@ def write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
 
     Tied tensors are there once, under their first name; the header's metadata has the others, as ``safetensors.torch`` does.
 
-    Raises:
-        UnsupportedStateError: a dtype is unknown to safetensors; the tensor is named.
+    Raises UnsupportedStateError: a dtype is unknown to safetensors; the tensor is named.
     """
     state = read_states(checkpoint, optimizers=False)
     tied = state.tied

@@ -99,8 +99,7 @@ class Checkpoint:
 def refusing_nonsense(checkpoint: Checkpoint) -> Iterator[None]:
     """Turns what code meets in a small state that is not of its shape into one error: whoever can write to the storage can forge it.
 
-    Raises:
-        CorruptDataError: something was not as it must be.
+    Raises CorruptDataError: something was not as it must be.
     """
     try:
         yield
@@ -114,8 +113,7 @@ def find(
 ) -> Checkpoint:
     """Finds the checkpoint: in the storage at ``url`` if that is given, else in memory, else in the configured storage.
 
-    Raises:
-        GeminiError: there is none, or not one alone; see `from_memory` and `from_storage`.
+    Raises GeminiError: there is none, or not one alone; see `from_memory` and `from_storage`.
     """
     config = load_config()
     secret, settings = read_secret(config) or None, config.storage

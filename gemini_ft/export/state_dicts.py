@@ -72,8 +72,7 @@ class State:
     def model(self, raw: bool = False) -> dict[str, torch.Tensor]:
         """Name -> tensor; tied tensors under each of their names, buffers that are not persistent left out.
 
-        Args:
-            raw: the keys of ``state_dict()`` itself, in which torch.compile leaves its marks.
+        ``raw``: the keys of ``state_dict()`` itself, in which torch.compile leaves its marks.
         """
         return {key if raw else key.replace("_orig_mod.", ""): self._tensors[name] for key, name in self._keys.items()}
 
@@ -155,8 +154,7 @@ _MOST_EMPTY = 1000  # groups without a parameter
 def numbered_groups(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int], count: int) -> list[dict[str, Any]]:
     """Parameter groups with ``sizes`` parameters each, which are numbered as ``torch.optim.Optimizer.state_dict`` does it.
 
-    Raises:
-        CorruptDataError: these are not ``count`` parameters, or there are too many groups for them.
+    Raises CorruptDataError: these are not ``count`` parameters, or there are too many groups for them.
     """
     if not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != count or len(sizes) > count + _MOST_EMPTY:
         raise CorruptDataError(f"{len(sizes)} groups of an optimizer do not hold its {count} parameters; use another checkpoint")

@@ -39,8 +39,7 @@ def is_engine(checkpoint: Checkpoint) -> bool:
 class Engine:
     """The state of all ranks of an engine in one checkpoint.
 
-    Args:
-        checkpoint: where to read; it stays open.
+    ``checkpoint``: where to read; it stays open.
 
     Raises:
         UnsupportedStateError: of a pipeline, whose stages hold different layers.

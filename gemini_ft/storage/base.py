@@ -29,8 +29,7 @@ SMALL = 256 * 2**20  # bytes; no object that is read in one piece, a manifest or
 def check_small(where: str, nbytes: int) -> None:
     """Checks that an object may be read in one piece: else any writer to the storage could take all memory.
 
-    Raises:
-        CorruptDataError: it is larger than any that this package writes.
+    Raises CorruptDataError: it is larger than any that this package writes.
     """
     if nbytes > SMALL:
         raise CorruptDataError(f"{where} has {nbytes:,} bytes, more than the {SMALL:,} that are read in one piece; it is not of gemini-ft")
@@ -107,8 +106,7 @@ class Storage(Protocol):
     def list(self, prefix: str = "") -> Sequence[str]:
         """Returns all keys that begin with ``prefix``, sorted. Objects whose names are no keys are left out.
 
-        Raises:
-            StorageError: the storage cannot be listed, which is never taken for an empty listing.
+        Raises StorageError: the storage cannot be listed, which is never taken for an empty listing.
         """
         ...
 

@@ -199,8 +199,7 @@ class S3Storage:
     def _call(self, operation: str, checksum: Mapping[str, str], needed: str | None = None, **arguments: Any) -> dict[str, Any]:
         """Calls the store with a checksum, or without any once it has refused one.
 
-        Raises:
-            GarbledError: the answer lacks the field ``needed``.
+        Raises GarbledError: the answer lacks the field ``needed``.
         """
         answer = self._ask(operation, checksum, arguments)
         if needed is not None and needed not in answer:
@@ -227,8 +226,7 @@ class S3Storage:
     def _confirm(self, key: str, size: int, checksum: str, tag: str | None) -> None:
         """Makes sure that the store has kept what it was given.
 
-        Args:
-            tag: the store's name for what it has kept, by its answer; empty: the answer had none; None: nobody else writes there.
+        ``tag``: the store's name for what it has kept, by its answer; empty: the answer had none; None: nobody else writes there.
 
         Raises:
             StorageError: it has not, and what it has kept is deleted; or another process has written there meanwhile.

@@ -170,8 +170,7 @@ class StoredShard:
     Its methods may be called from several threads at once. They raise `CorruptDataError`, which names the object, where
     bytes do not match their checksum, and `StorageError` where the storage fails.
 
-    Args:
-        whole: all of it will be read, so that a small one comes in one request, if its data is read in one go: straight to its place.
+    ``whole``: all of it will be read, so that a small one comes in one request, if its data is read in one go: straight to its place.
     """
 
     def __init__(self, storage: Storage, record: ShardRecord, whole: bool = False) -> None:
@@ -198,8 +197,7 @@ class StoredShard:
     def check_identity(self, owner: int, version: Version) -> None:
         """Compares layout, small state and checksums with the root that was committed, where the record knows it.
 
-        Raises:
-            CorruptDataError: they are of another shard, or of another version of it.
+        Raises CorruptDataError: they are of another shard, or of another version of it.
         """
         record = self.record
         if record.root:

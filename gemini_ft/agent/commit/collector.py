@@ -98,8 +98,7 @@ class Collector:
 
         The times of its steps, which come every few steps from each host, go up without that.
 
-        Raises:
-            PeerError: it speaks for another one, or that is no report.
+        Raises PeerError: it speaks for another one, or that is no report.
         """
         if not isinstance(message, _REPORTS):
             raise PeerError(f"{kind_of(message)!r} is not a report")

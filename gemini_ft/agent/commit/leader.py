@@ -158,8 +158,7 @@ class Leader:
 
         It is not believed about anything that belongs to another host.
 
-        Raises:
-            PeerError: it speaks for a third one, does not report by way of that connection's host, or that is no report.
+        Raises PeerError: it speaks for a third one, does not report by way of that connection's host, or that is no report.
         """
         if host != port.host and port.host not in self._allowed.get(host, ()):
             raise PeerError(f"host {port.host!r} is no collector for host {host!r}")

@@ -135,8 +135,7 @@ class SlotStore:
     async def stage(self, copy: StoredCopy, version: Version, wanted: Callable[[], bool]) -> None:
         """Lays a complete version down in a slot of its own, in place of slots that hold nothing.
 
-        Args:
-            wanted: asked when it is there, a long time later; if not, it is dropped.
+        ``wanted``: asked when it is there, a long time later; if not, it is dropped.
 
         Raises:
             CorruptDataError: it is damaged in storage.
@@ -178,8 +177,7 @@ class SlotStore:
 
         Returns the slots in rotation. Retired ones that are still needed stay until ``Free``.
 
-        Raises:
-            MemoryBudgetError: there is no room for them beside what is still needed.
+        Raises MemoryBudgetError: there is no room for them beside what is still needed.
         """
         missing, others = self._clear_way(owner, shape, count, reuse)
         return self._enter(owner, shape, count, self._make(shape, count, missing, others))
