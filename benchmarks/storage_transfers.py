@@ -22,7 +22,7 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
 from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM, SlotMemory, SlotShape
-from gemini_ft.agent.memory.staging import StoredCopy
+from gemini_ft.agent.storing import StoredCopy
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.storage.opening import open_storage

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gemini_ft.agent.memory.budget import available_memory
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape, populate
-from gemini_ft.agent.memory.staging import StoredCopy
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Free
 from gemini_ft.core.slots import SlotState
@@ -22,6 +21,7 @@ from gemini_ft.wire.worker_messages import SlotInfo
 
 if TYPE_CHECKING:
     from gemini_ft.agent.context import StreamContext
+    from gemini_ft.agent.storing import StoredCopy
 
 _Made = TypeVar("_Made")
 

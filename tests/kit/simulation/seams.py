@@ -22,7 +22,8 @@ from gemini_ft.agent import main as agent_main
 from gemini_ft.agent import uploads
 from gemini_ft.agent.commit.collector import CollectorPort
 from gemini_ft.agent.commit.leader import MemberPort
-from gemini_ft.agent.memory import budget, slot_store, staging
+from gemini_ft.agent import storing
+from gemini_ft.agent.memory import budget, slot_store
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication import rebuild
 from gemini_ft.agent.replication.send import PeerLink
@@ -150,7 +151,7 @@ def seams(world: World) -> Iterator[None]:
         (joining, "_make_spec", lambda *given: make_spec(*given).model_copy(update={"fan_in": world.fan_in})),
         (slot_store, "populate", lambda *_: None),
         (uploads, "open_storage", storage),
-        (staging, "open_storage", storage),
+        (storing, "open_storage", storage),
         (storage_check, "open_storage", storage),
         (storage_check, "within", within),
         (resume_choice, "within", within),
@@ -171,7 +172,7 @@ def seams(world: World) -> Iterator[None]:
     random.seed(world.seed)
     logging.getLogger("gemini_ft").setLevel(logging.CRITICAL)
     world.folder = Path(tempfile.mkdtemp(prefix="gemini-simulation-"))
-    staging.hang_up()
+    storing.hang_up()
     try:
         for where, name, double in seams:
             setattr(where, name, double)
