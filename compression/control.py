@@ -29,23 +29,15 @@ _CLIMB = 1.2  # of a higher rung that must be affordable before it is taken
 
 @dataclass(kw_only=True)
 class LinkEstimate:
-    """The network as it is measured: ``seconds = alpha + beta nbytes``, by regression with exponentially fading weights.
+    """The network as it is measured: ``seconds = alpha + beta nbytes``, by regression with exponentially fading weights."""
 
-    Attributes:
-        count: measurements taken in since the last change of the network.
-        nbytes, seconds: their faded means.
-        spread, covariance: faded variance of the bytes, and covariance of bytes and seconds.
-        residuals: the newest, in seconds.
-        strange: outliers in a row, at the end.
-    """
-
-    count: int = 0
-    nbytes: float = 0.0
-    seconds: float = 0.0
-    spread: float = 0.0
-    covariance: float = 0.0
-    residuals: list[float] = field(default_factory=list)
-    strange: int = 0
+    count: int = 0  # measurements taken in since the last change of the network
+    nbytes: float = 0.0  # faded mean
+    seconds: float = 0.0  # faded mean
+    spread: float = 0.0  # faded variance of the bytes
+    covariance: float = 0.0  # of bytes and seconds, faded
+    residuals: list[float] = field(default_factory=list)  # the newest, in seconds
+    strange: int = 0  # outliers in a row, at the end
 
     @property
     def beta(self) -> float:

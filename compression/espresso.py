@@ -81,18 +81,13 @@ class OptionTable:
 
 
 class Size:
-    """The seconds that a table's options take for tensors of one size (float64).
-
-    Attributes:
-        of_each: by step and option; 0 where an option has no such step.
-        candidates: the same of the candidates only.
-        totals: by option and resource.
-        sums: by option.
-    """
+    """The seconds that a table's options take for tensors of one size (float64)."""
 
     def __init__(self, of_each: Floats, choices: int, totals: Floats) -> None:
-        self.of_each, self.candidates, self.totals = of_each, np.ascontiguousarray(of_each[:, :choices]), totals
-        self.sums: Floats = totals.sum(axis=1)
+        self.of_each = of_each  # by step and option; 0 where an option has no such step
+        self.candidates = np.ascontiguousarray(of_each[:, :choices])  # the same of the candidates only
+        self.totals = totals  # by option and resource
+        self.sums: Floats = totals.sum(axis=1)  # by option
 
 
 def _queues(option: Option, one_machine: bool) -> Iterable[int]:

@@ -5,26 +5,22 @@ A stored shard becomes a copy like any other. It is read once, by its owner's ho
 
 from __future__ import annotations
 
+import asyncio
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
+
+from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.progress import TransferProgress
+from gemini_ft.agent.uploads import Uploader
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.roots import checksum
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.shard import ONE_REQUEST, ShardRecord, StoredShard
-from gemini_ft.wire.worker_messages import Stage
-
-import asyncio
-from functools import partial
-from typing import TYPE_CHECKING
-
-from gemini_ft.agent.context import StreamContext
-from gemini_ft.agent.uploads import Uploader
-from gemini_ft.core.versions import Version
-from gemini_ft.errors import CorruptDataError
 from gemini_ft.wire.messages import Notice
 from gemini_ft.wire.peer_messages import ReportUploaded
 from gemini_ft.wire.worker_messages import SessionSpec, Stage

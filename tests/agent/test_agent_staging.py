@@ -14,8 +14,8 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, stream_context, versions
 
-from gemini_ft.agent.client import as_error
 from gemini_ft.agent import storing as staging
+from gemini_ft.agent.client import as_error
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM, SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.memory.slot_store import SlotStore

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_ft import failpoints
 from gemini_ft.agent import main as agent_main
-from gemini_ft.agent import uploads
+from gemini_ft.agent import storing, uploads
 from gemini_ft.agent.commit.collector import CollectorPort
 from gemini_ft.agent.commit.leader import MemberPort
-from gemini_ft.agent import storing
 from gemini_ft.agent.memory import budget, slot_store
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication import rebuild
