@@ -61,30 +61,20 @@ _COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "faile
 
 
 class RunContext:
-    """One run on one host: what all its streams there have in common.
-
-    Attributes:
-        run_id: id of the run.
-        host: id of the host.
-        secret: known to all agents of the run; empty until a worker brings it.
-        budget: bytes that the slots of all streams may take.
-        files: where slots are made; None: in memory without a name.
-        leaving: launchers (process id, beginning) of a drained host: the workers that they start meanwhile have to leave as well.
-        metrics: address at which figures are served; empty: none yet; None: they are not asked for.
-        has_page: whether the web page is served there, too.
-        spares: hosts that wait to take another's place, and those that the job lacks, as the launcher here sees; None: it has not said.
-        account: gives this agent's account of itself, but for what never leaves the host.
-    """
+    """One run on one host: what all its streams there have in common."""
 
     def __init__(self, run_id: str, host: str, files: SlotFiles | None = None) -> None:
-        self.run_id, self.host, self.files = run_id, host, files
-        self.secret = b""
-        self.budget = Budget(None)
+        self.run_id, self.host = run_id, host
+        self.files = files  # where slots are made; None: in memory without a name
+        self.secret = b""  # known to all agents of the run; empty until a worker brings it
+        self.budget = Budget(None)  # bytes that the slots of all streams may take
+        # Launchers (process id, beginning) of a drained host: the workers that they start meanwhile have to leave as well.
         self.leaving: set[tuple[int, int]] = set()
-        self.metrics: str | None = None
-        self.has_page = False
+        self.metrics: str | None = None  # address at which figures are served; empty: none yet; None: they are not asked for
+        self.has_page = False  # whether the web page is served there, too
+        # Hosts that wait to take another's place, and those that the job lacks, as the launcher here sees; None: it has not said.
         self.spares: dict[str, int] | None = None
-        self.account: Callable[[], dict[str, Any]] = dict
+        self.account: Callable[[], dict[str, Any]] = dict  # this agent's account of itself, but for what never leaves the host
 
     def log(self, text: str) -> None:
         lines = "\n    ".join(map(printable, text.splitlines()))  # no text passes for another line
