@@ -9,7 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gemini_ft.agent.figures import Measures
 from gemini_ft.agent.memory.budget import Budget
@@ -17,14 +17,16 @@ from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.core.effects import Effect
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, ConfigError, printable
 from gemini_ft.events import EventLog
 from gemini_ft.wire.messages import Notice
-from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.worker_messages import Custody, SessionSpec, ToWorker
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.stream import Stream
 
 
 class Custodians:
@@ -83,15 +85,12 @@ class RunContext:
 
 
 class StreamContext:
-    """One stream on one host, as the parts that send, receive, serve and store its shards see it.
+    """One stream on one host, as the parts that send, receive, serve and store its shards see it."""
 
-    Args:
-        perform: carries out effects of the protocol on this host.
-        report: sends a message to the leader.
-    """
-
-    def __init__(self, name: str, run: RunContext, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
-        self.name, self.run, self.perform, self.report = name, run, perform, report
+    def __init__(self, name: str, run: RunContext, stream: Stream) -> None:
+        self.name, self.run = name, run
+        self.perform = stream.perform  # carries out effects of the protocol on this host
+        self.report = stream.report  # sends a message to the leader
         self.spec: SessionSpec | None = None  # the present session, or the last one; None: there has been none
         # whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent
         self.encrypt = True

@@ -35,13 +35,10 @@ _MOST = 32  # threads; one forms about 6 GB/s, and a copy is as good as lost if 
 
 
 class Hashing:
-    """One shard on its way from a device into its slot.
+    """One shard on its way from a device into its slot; ``shards`` hears of each chunk, on the event loop, in any order."""
 
-    ``on_chunk``: called with number, offset, bytes and checksum of each chunk, on the event loop, in any order.
-    """
-
-    def __init__(self, memory: SlotMemory, version: Version, on_chunk: Callable[[int, int, int, int], None]) -> None:
-        self.memory, self.version, self._on_chunk = memory, version, on_chunk
+    def __init__(self, shards: OwnShards, owner: int, memory: SlotMemory, version: Version) -> None:
+        self._shards, self._owner, self.memory, self.version = shards, owner, memory, version
         self._cuts = memory.cuts(extras_bytes=0)
         self._next = 0  # the first chunk that is not known to be there
         self._pending = 0
@@ -71,7 +68,7 @@ class Hashing:
     def _formed(self, index: int, offset: int, nbytes: int, digest: int) -> None:
         self._pending -= 1
         try:
-            self._on_chunk(index, offset, nbytes, digest)
+            self._shards.hashed(self._owner, self, (index, offset, nbytes, digest))
         finally:
             self._end()
 
@@ -186,13 +183,13 @@ class OwnShards:
             return
         hashing = self._hashing.get(owner)
         if hashing is None or (hashing.memory, hashing.version) != (memory, version):
-
-            def note(index: int, offset: int, nbytes: int, digest: int) -> None:
-                if self._context.slot_store.writing(owner, version) is memory:
-                    self._put(owner, memory, index, offset, nbytes, digest)
-
-            hashing = self._hashing[owner] = Hashing(memory, version, note)
+            hashing = self._hashing[owner] = Hashing(self, owner, memory, version)
         hashing.landed(landed.upto)
+
+    def hashed(self, owner: int, hashing: Hashing, chunk: tuple[int, int, int, int]) -> None:
+        """Takes number, offset, bytes and checksum of a chunk, unless its shard was given up meanwhile."""
+        if self._context.slot_store.writing(owner, hashing.version) is hashing.memory:
+            self._put(owner, hashing.memory, *chunk)
 
     def when_formed(self, owner: int, call: Callable[[], None]) -> None:
         """Calls ``call`` when what the owner has said of its copy counts: at once, or when the checksums are there."""

@@ -10,7 +10,7 @@ import re
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
 from typing import TYPE_CHECKING, Any
 
@@ -274,14 +274,13 @@ class Incoming:
     def _tracked(self, connection: Connection, handler: Handler) -> Handler:
         """Keeps a handler's connection, to end it with the session."""
         self._connections.add(connection)
+        return _Tracked(self, connection, handler)
 
-        def gone(reason: str) -> None:
-            self._connections.discard(connection)
-            self._readers.give_back(connection)
-            if connection.refused:
-                self._context.log(f"{connection.peer}: {reason}")
-
-        return _Tracked(handler, gone)
+    def lost(self, connection: Connection, reason: str) -> None:
+        self._connections.discard(connection)
+        self._readers.give_back(connection)
+        if connection.refused:
+            self.log(f"{connection.peer}: {reason}")
 
 
 class Callers:
@@ -359,10 +358,10 @@ def silence_of(connection: Connection) -> float:
 class _Tracked:
     """A handler whose end is noticed."""
 
-    def __init__(self, inner: Handler, gone: Callable[[str], None]) -> None:
-        self._inner, self._gone = inner, gone
+    def __init__(self, doors: Incoming, connection: Connection, inner: Handler) -> None:
+        self._doors, self._connection, self._inner = doors, connection, inner
         self.on_message, self.on_bytes = inner.on_message, inner.on_bytes
 
     def on_lost(self, reason: str) -> None:
-        self._gone(reason)
+        self._doors.lost(self._connection, reason)
         self._inner.on_lost(reason)

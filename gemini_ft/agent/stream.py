@@ -45,7 +45,7 @@ class Stream:
     """The shards this host owns or holds for one stream, and its share of the commit."""
 
     def __init__(self, name: str, run: RunContext) -> None:
-        self.context = StreamContext(name, run, self.perform, self.report)
+        self.context = StreamContext(name, run, self)
         self.launch: wire.Launch | None = None  # that opened the last session
         self.inherited: wire.SessionSpec | None = None  # of the last session of an agent before this one
         self.finished = False

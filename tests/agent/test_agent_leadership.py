@@ -1042,7 +1042,7 @@ def test_times_of_steps_go_up_at_once_and_copies_wait_for_those_of_other_hosts_n
     async def work() -> None:
         holders, sent = {1: ("m1",), 2: ("m2",)}, list[PeerMessage]()
         collector = Collector("m0", Gathering("m0", holders))
-        collector.open(sent.append)
+        collector.open(Mock(send=sent.append))
         collector.gather(Copies(host="m0", version=version(1), layout="l", digest="d", roots={}))
         ports = {host: collector.join(Mock(Connection), host) for host in ("m1", "m2")}
         for port in ports.values():

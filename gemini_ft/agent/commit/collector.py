@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from gemini_ft.agent.tasks import Tasks
@@ -23,6 +23,7 @@ from gemini_ft.wire.tcp import Connection, MessagesOnly
 
 if TYPE_CHECKING:
     from gemini_ft.agent.commit.failover import Failover
+    from gemini_ft.agent.commit.member import MemberLink
 
 SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is heard may be lost
 GATHER = 0.25  # seconds for which a host waits for more to report, and a collector for hosts that have not reported
@@ -40,7 +41,7 @@ class Collector:
     def __init__(self, name: str, gathering: Gathering) -> None:
         self.name, self._gathering = name, gathering
         self._ports: dict[str, CollectorPort] = {}  # host -> its newest connection
-        self._send: Callable[[wire.PeerMessage], None] | None = None  # to the leader; None: it is not reached
+        self._link: MemberLink | None = None  # to the leader; None: it is not reached
         self._gone: set[str] = set()  # hosts that have greeted on the present way to the leader, and are not connected any more
         self._silent: list[str] = []  # as the leader was told
         self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
@@ -56,22 +57,22 @@ class Collector:
 
     # -- the way to the leader
 
-    def open(self, send: Callable[[wire.PeerMessage], None], epoch: int = 0) -> None:
-        """Begins to pass reports on to the leader of an epoch by a new connection; ``send`` sends to it."""
+    def open(self, link: MemberLink, epoch: int = 0) -> None:
+        """Begins to pass reports on to the leader of an epoch by a new connection, that of ``link``."""
         self._gathering.begin()
-        self._send, self._epoch, self._silent, self._gone = send, epoch, [], set()
+        self._link, self._epoch, self._silent, self._gone = link, epoch, [], set()
         for port in self._ports.values():
             port.send_frame(pack(self.way_up))
 
     @property
     def way_up(self) -> wire.WayUp:
         """The answer to a host that reports here."""
-        return wire.WayUp(is_open=self._send is not None, epoch=self._epoch)
+        return wire.WayUp(is_open=self._link is not None, epoch=self._epoch)
 
     def shut(self) -> None:
         """Stops passing reports on, as the leader is lost."""
-        if self._send is not None:
-            self._send = None
+        if self._link is not None:
+            self._link = None
             self._gathering.begin()
             self._stop_waiting()
             for port in self._ports.values():
@@ -105,7 +106,7 @@ class Collector:
         if isinstance(message, Copies) and message.host != port.host:
             raise PeerError(f"host {port.host!r} reports copies of host {message.host!r}")
         is_heard = message.epoch == self._epoch if isinstance(message, wire.Rejoin) else port.host in self._gathering.greeted
-        if self._send is None or self._ports.get(port.host) is not port or not is_heard:
+        if self._link is None or self._ports.get(port.host) is not port or not is_heard:
             return
         if isinstance(message, Copies):
             self.gather(message)
@@ -118,7 +119,7 @@ class Collector:
         if isinstance(message, wire.Rejoin):
             self._gathering.greet(port.host, message.attempt)
             self._gone.discard(port.host)
-        self._send(wire.Relayed.of([port.host], message))
+        self._link.send(wire.Relayed.of([port.host], message))
 
     def gather(self, copies: Copies) -> None:
         """Takes the copies of one host, perhaps this one; they go up when there is nothing more to wait for, or after a moment."""
@@ -134,12 +135,12 @@ class Collector:
     def flush(self) -> None:
         self._stop_waiting()
         for message in self._gathering.take():
-            if self._send is None:
+            if self._link is None:
                 continue
             if isinstance(message, Copies) and message.host != self.name:
-                self._send(wire.Relayed.of([message.host], message))
+                self._link.send(wire.Relayed.of([message.host], message))
             else:
-                self._send(message)
+                self._link.send(message)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
@@ -177,9 +178,9 @@ class Collector:
                 if now - port.spoke >= HEARTBEAT:
                     port.send_frame(beat)
             silent = sorted({*self._gone, *(host for host in self._gathering.greeted if now - self._ports[host].heard > SILENCE)})
-            if self._send is not None and silent != self._silent:
+            if self._link is not None and silent != self._silent:
                 self._silent = silent
-                self._send(wire.Silent(hosts=silent))
+                self._link.send(wire.Silent(hosts=silent))
 
 
 class CollectorPort(MessagesOnly):

@@ -108,7 +108,7 @@ class MemberLink:
             self._flush()  # what was said before comes before
             if self.collector is not None:
                 self.collector.flush()
-            self._send(message)
+            self.send(message)
 
     @property
     def _is_leader(self) -> bool:
@@ -121,14 +121,15 @@ class MemberLink:
             if self.collector is not None:
                 self.collector.gather(copies)
             else:
-                self._send(copies)
+                self.send(copies)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
-    def _send(self, message: PeerMessage) -> None:
+    def send(self, message: PeerMessage) -> None:
+        """Sends a message by the present connection, if there is one."""
         if self.connection is not None:
             self._spoke = time.monotonic()
             self.connection.send(message)
@@ -184,7 +185,7 @@ class MemberLink:
             self._succession.reach()
             self._is_open = self._was_open = True
             if self.collector is not None:
-                self.collector.open(self._send, told.epoch)
+                self.collector.open(self, told.epoch)
             self._greet()
         else:  # a collector, which looks for the leader itself
             self._succession.lose(time.monotonic())
@@ -320,7 +321,7 @@ class MemberLink:
         """Gives signs of life until the connection is lost, or gives none."""
         while not self._lost.is_set():
             if (quiet := time.monotonic() - self._spoke) >= HEARTBEAT:
-                self._send(Heartbeat())
+                self.send(Heartbeat())
                 quiet = 0.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(

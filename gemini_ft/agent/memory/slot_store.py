@@ -84,7 +84,7 @@ class SlotStore:
 
         def look() -> list[list[int]]:
             with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "gemini-verify") as pool:
-                return [memory.damaged(pool.map) for _, memory in copies]
+                return [memory.damaged(pool) for _, memory in copies]
 
         damages = await asyncio.to_thread(look)
         for (owner, memory), damaged in zip(copies, damages, strict=True):
