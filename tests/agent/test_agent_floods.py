@@ -17,8 +17,7 @@ import pytest
 from agent_kit import CHUNK, WAIT, Job, Rank, agent_pid, content, eventually, open_fds
 
 from gemini_ft.agent import lifecycle, session
-from gemini_ft.agent.callers import MOST_OF_A_HOST
-from gemini_ft.agent.session import Incoming
+from gemini_ft.agent.session import MOST_OF_A_HOST, Incoming
 from gemini_ft.core.protocol import Host
 from gemini_ft.recovery.readers import PeerShard
 from gemini_ft.wire import frames

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import pytest
-from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, stream_context, versions
+from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, slot_store, stream_context, versions
 
 from gemini_ft.agent import storing as staging
 from gemini_ft.agent.client import as_error
@@ -171,7 +171,7 @@ class Copy:
 
 def new_vault(limit: int) -> tuple[SlotStore, Budget]:
     budget = Budget(limit)
-    return SlotStore(Host(name="a"), budget, print, lambda memory: None), budget
+    return slot_store(Host(name="a"), budget), budget
 
 
 def test_one_that_comes_too_late_is_dropped() -> None:

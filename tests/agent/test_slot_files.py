@@ -27,7 +27,6 @@ from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
-from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.streams import AgentIdentity, Past, Streams
 from gemini_ft.agent.watchdog import LeftMemory
 from gemini_ft.cli.main import main
@@ -281,7 +280,7 @@ def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_eas
 
 def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Path, at_ease: threading.Event) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(host := Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(host := Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), files=files)
 
     async def serve() -> None:
         hung_up = asyncio.create_task(vault.ensure_beside(0, SHAPE, 2, lambda: True))
@@ -301,9 +300,7 @@ def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Pat
 def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_comes(root: Path, at_ease: threading.Event) -> None:
     """Another session with other tensors may have asked for memory in between, and has been given it."""
     files, wider = SlotFiles(root, "run", "a"), replace(SHAPE, data_bytes=2 * SHAPE.data_bytes)
-    vault = SlotStore(
-        host := Host(name="a", holders={0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), print, lambda memory: None, files
-    )
+    vault = slot_store(host := Host(name="a", holders={0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), files=files)
     at_ease.set()
     assert len(vault.ensure(0, SHAPE, 3, reuse=True)) == 2
     budget.limit = 2**30
@@ -325,7 +322,7 @@ def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_come
 
 def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(root: Path, at_ease: threading.Event) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",), 1: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",), 1: ("a",)}), Budget(2**30), files=files)
     at_ease.set()
     free_again = vault.ensure(0, SHAPE, 2, reuse=True)
     at_ease.clear()
@@ -347,7 +344,7 @@ def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(roo
 
 def test_where_no_thread_can_be_started_slots_get_their_memory_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",)}), Budget(2**30), files=files)
 
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
