@@ -20,7 +20,8 @@ import statistics
 import sys
 import time
 from multiprocessing.connection import Connection as Pipe
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import common
 from gemini_ft.agent.replication.carriers import ByAgents
@@ -79,7 +80,8 @@ class Gated:
         self._gate.watch(0, page)
         self._gate.register(connection, carrier)
         connection.drained = self._gate.poke
-        self._pacing = Pacing("host", traffic, self._gate, None, lambda message: None, lambda message: None)
+        context: Any = SimpleNamespace(host=SimpleNamespace(name="host"), report=lambda message: None, tell_workers=lambda message: None)
+        self._pacing = Pacing(context, cast("Any", SimpleNamespace(traffic=traffic, interval=None)), self._gate)
         self._out = Outgoing(owner=0, version=Version(Incarnation(1, "n"), 1), slot=0, memory=None, busy_before=carrier.meter())  # type: ignore[arg-type]
 
     async def allowed(self, nbytes: int) -> int:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.agent.workers import unpack_long
@@ -240,7 +241,7 @@ async def memory(frame: bytes) -> dict[str, float]:
                 )
             parts.append(gathering)
         if who == "leader":
-            leader = Leader(host.name, Ledger(host.holders, host.committed, spec.replica_timeout), spec.world_size, None, _nothing)
+            leader = Leader(host.name, Ledger(host.holders, host.committed, spec.replica_timeout), spec.world_size, None, Mock())
             for step in range(1, _COMMITS + 2):
                 for gathered in _gathered(held(host.holders), step, but_one=step > _COMMITS):
                     leader.take(gathered)

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
+from unittest.mock import Mock
 
 from gemini_ft.agent.commit.collector import Collector
 from gemini_ft.agent.commit.leader import Leader
-from gemini_ft.agent.commit.member import MemberLink, MemberParty
+from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.lifecycle import raise_descriptor_limit
 from gemini_ft.core.decisions import Commit
 from gemini_ft.core.gathering import Bundles, Gathering
@@ -48,7 +49,7 @@ def lead(pipe: Pipe, job: Job) -> None:
 
     async def serve() -> None:
         first = job.names[0]
-        leader = Leader(first, Ledger(job.holders, None, 30.0), len(job.holders), None, lambda message: None, ways=job.ways)
+        leader = Leader(first, Ledger(job.holders, None, 30.0), len(job.holders), None, Mock(), ways=job.ways)
         listener = await take_in(leader)
         pipe.send(listener.address)
         loop = asyncio.get_running_loop()
@@ -106,7 +107,7 @@ class Hosts:
             ways, told, order = [up] * (up != job.names[0]), partial(self._on_decision, name), first_leads(name, job.names[0])
             bundles = Bundles(name, {owner: job.holders[owner] for owner in job.copies[name]})
             party = SimpleNamespace(dial=partial(connect, addresses, name), decide=told, undecided=rejoin, log=print)
-            self._links[name] = MemberLink(ways, order, bundles, cast(MemberParty, party), self.there.get(name))
+            self._links[name] = MemberLink(ways, order, bundles, cast("Any", party), self.there.get(name))
         async with asyncio.timeout(_TIMEOUT):
             while not all(link.reaches_leader for link in self._links.values()):
                 await asyncio.sleep(0.1)

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from gemini_ft.agent.commit import collector, failover, leader, member
-from gemini_ft.agent.commit.failover import Failover, LeaderParty
+from gemini_ft.agent.commit.failover import Failover
 from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.config import LEADER_TIMEOUT
 from gemini_ft.core.decisions import Abort, Commit
@@ -122,11 +122,11 @@ class Crowd:
             led=lambda: None,
             log=lambda line: None,
         )
-        return Failover(succession, self._ways, knows, cast(LeaderParty, party))
+        return Failover(succession, self._ways, knows, cast("Any", party))
 
-    def _lead(self, name: str, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+    def _lead(self, name: str, epoch: int, failover: Failover) -> Leader:
         book = Ledger(self.holders, self._committed, PATIENCE)
-        return Leader(name, book, len(self.holders), None, on_decision, ways=self._ways, epoch=epoch)
+        return Leader(name, book, len(self.holders), None, failover, ways=self._ways, epoch=epoch)
 
     async def _connect(self, host: str, up: str, epoch: int, handler: Handler) -> Connection:
         await asyncio.sleep(self._latency)

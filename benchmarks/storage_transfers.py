@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -21,7 +22,7 @@ from boto3.s3.transfer import TransferConfig
 from botocore.config import Config
 
 from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM, SlotMemory, SlotShape
-from gemini_ft.agent.memory.staging import StoredCopy
+from gemini_ft.agent.storing import StoredCopy
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.storage.opening import open_storage
@@ -66,7 +67,8 @@ class Transfers:
         assert self._record is not None
         settings: dict[str, object] = {"url": self._url, "endpoint_url": self.endpoint, "every_steps": 1}
         order = Stage(owner=0, version=VERSION, record=self._record.model_dump_json(), storage=settings)
-        copy = StoredCopy("bench", "main", order, lambda text: None)
+        context: Any = SimpleNamespace(run=SimpleNamespace(run_id="bench"), name="main", log=lambda text: None)
+        copy = StoredCopy(context, order)
         memory = SlotMemory.create(copy.shape)
         copy.fill(memory)
         memory.close()

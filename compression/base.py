@@ -70,18 +70,14 @@ class CollectiveRequest:
     ``received`` elements from each.
     reduce: as sum, but only the first rank is answered, the others get an empty list.
     broadcast: the answer is the first rank's tensor, of ``received`` elements; the others' have the dtype and no elements.
-
-    Attributes:
-        scope: among whom; "rank" means the place among them.
-        members: how many they are, where the asker's values depend on that; 0: any number.
     """
 
     kind: Kind
     tensor: Tensor
     lengths: Sequence[int] = ()
     received: int = 0
-    scope: Scope = Scope.FLAT
-    members: int = 0
+    scope: Scope = Scope.FLAT  # among whom; "rank" means the place among them
+    members: int = 0  # how many they are, where the asker's values depend on that; 0: any number
 
 
 @dataclass(frozen=True)
@@ -240,20 +236,13 @@ class Reducer(ABC):
     """Averages a bundle over all ranks.
 
     Non-finite gradients stay visible: a tensor that has a NaN or an infinity on any rank comes out with one on all ranks.
-
-    Attributes:
-        primitive: the communication it needs.
-        unbiased: whether the expectation of the average is the average of the gradients.
-        align: multiple at which tensors begin in its bundles; a multiple of 8.
-        kept: names of the attributes with state: memories, and the method inside.
-        tables: key in the state -> attribute: dicts with state, by tensor name.
     """
 
-    primitive: Primitive
-    unbiased: bool = False
-    align: int = 8
-    kept: tuple[str, ...] = ()
-    tables: Mapping[str, str] = MappingProxyType({})
+    primitive: Primitive  # the communication it needs
+    unbiased: bool = False  # whether the expectation of the average is the average of the gradients
+    align: int = 8  # multiple at which tensors begin in its bundles; a multiple of 8
+    kept: tuple[str, ...] = ()  # names of the attributes with state: memories, and the method inside
+    tables: Mapping[str, str] = MappingProxyType({})  # key in the state -> attribute: dicts with state, by tensor name
 
     @abstractmethod
     def exchange(self, bundle: Bundle, turn: Turn) -> Exchange:
@@ -263,8 +252,7 @@ class Reducer(ABC):
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         """Bytes that one rank hands to collectives for one bundle, by the method's formula.
 
-        Args:
-            selected: elements that were picked, or bytes that are left, where the data decide on that: ValueError without it.
+        ``selected``: elements that were picked, or bytes that are left, where the data decide on that: ValueError without it.
         """
 
     @property
@@ -318,19 +306,12 @@ class Reducer(ABC):
 
 
 class Compressor(Reducer):
-    """A reducer whose payload can be made and read alone, without other ranks.
+    """A reducer whose payload can be made and read alone, without other ranks."""
 
-    Attributes:
-        in_parts: whether a run of a tensor's elements gets smaller as the tensor does, which has a shape.
-        bits: of every element in a payload.
-        scales: words of 4 bytes of every tensor beside them.
-        selected_bytes: of each of ``selected`` beside them; 0: all payloads of a layout have one length.
-    """
-
-    in_parts: bool = True
-    bits: int = 0
-    scales: int = 0
-    selected_bytes: int = 0
+    in_parts: bool = True  # whether a run of a tensor's elements gets smaller as the tensor does, which has a shape
+    bits: int = 0  # of every element in a payload
+    scales: int = 0  # words of 4 bytes of every tensor beside them
+    selected_bytes: int = 0  # of each of ``selected`` beside them; 0: all payloads of a layout have one length
 
     def wire_bytes(self, layout: FlatLayout, *, world: int = 1, selected: int | None = None) -> int:
         if self.selected_bytes and selected is None:

@@ -163,10 +163,9 @@ class Inceptionn(Compressor):
 
     Elements from 1 on, infinities and NaN travel as they are; below 2^-bound they wait in the residual. The paper keeps none
     (``feedback=0``). `gemini_ft.truncation` has the format. The exchange of the paper, in which sums travel truncated too, is
-    `gemini_ft.sync.inceptionn`.
+    `gemini_ft.sync.ring`.
 
-    Args:
-        bound: b of the error bound 2^-b, from 1 to 14; the paper's are 6, 8 and 10.
+    ``bound``: b of the error bound 2^-b, from 1 to 14; the paper's are 6, 8 and 10.
     """
 
     primitive = Primitive.ALL_GATHER_V

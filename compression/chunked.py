@@ -8,22 +8,19 @@ multiples of a standard deviation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from . import kernels
-from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Turn, cut, divided, join
-from .buffers import BUFFERS
+from .base import Bundle, FlatLayout, Payload, Primitive, Turn, cut, join
 from .options import Ratio
-from .sparse import WithRatio, kept
+from .sparse import Scattered, WithRatio, kept
 
 CHUNK = 4096
 _CODES = 4
 
 
-class ChunkedTopK(WithRatio, Compressor):
+class ChunkedTopK(WithRatio, Scattered):
     """Sends the max(1, floor(ratio c)) largest magnitudes of each chunk of c elements, as one of four values. Needs error feedback.
 
     Payload: four means of each tensor (float32), then indices in chunks, two in three bytes, then codes, four a byte.
@@ -49,22 +46,7 @@ class ChunkedTopK(WithRatio, Compressor):
             codes.append(code.to(torch.uint8))
         return Payload(layout=bundle.layout, data=join(torch.cat(means), _pack12(torch.cat(indices)), _pack2(torch.cat(codes))))
 
-    def decompress(self, payload: Payload) -> Bundle:
-        return self._summed([payload])
-
-    def aggregate(self, payloads: Sequence[Payload]) -> Bundle:
-        return divided(self._summed(payloads), len(payloads))
-
-    def _summed(self, payloads: Sequence[Payload]) -> Bundle:
-        layout = payloads[0].layout
-        total = BUFFERS.zeros(layout.total, device=payloads[0].data.device)
-        for payload in payloads:
-            values, indices = self._entries(payload)
-            total.index_add_(0, indices, values)
-        return Bundle(layout, total)
-
-    def _entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
-        """The values, float32, and their indices in the flat buffer, int64."""
+    def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
         layout, device = payload.layout, payload.data.device
         begins = [self._begins(size) + at for size, at in zip(layout.sizes, layout.starts, strict=True)]
         count = sum(part.numel() for part in begins)

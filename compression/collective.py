@@ -47,8 +47,7 @@ class ScopedGroups:
     def of(cls, ranks_per_machine: int, group: ProcessGroup | None = None, timeout: timedelta | None = None) -> ScopedGroups:
         """Makes the process groups of machines with ``ranks_per_machine`` ranks each, neighbours in ``group``. Collective.
 
-        Args:
-            timeout: of collectives; None: torch's default.
+        ``timeout``: of collectives; None: torch's default.
 
         Raises:
             ValueError: the ranks do not fill machines.

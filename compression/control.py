@@ -29,23 +29,15 @@ _CLIMB = 1.2  # of a higher rung that must be affordable before it is taken
 
 @dataclass(kw_only=True)
 class LinkEstimate:
-    """The network as it is measured: ``seconds = alpha + beta nbytes``, by regression with exponentially fading weights.
+    """The network as it is measured: ``seconds = alpha + beta nbytes``, by regression with exponentially fading weights."""
 
-    Attributes:
-        count: measurements taken in since the last change of the network.
-        nbytes, seconds: their faded means.
-        spread, covariance: faded variance of the bytes, and covariance of bytes and seconds.
-        residuals: the newest, in seconds.
-        strange: outliers in a row, at the end.
-    """
-
-    count: int = 0
-    nbytes: float = 0.0
-    seconds: float = 0.0
-    spread: float = 0.0
-    covariance: float = 0.0
-    residuals: list[float] = field(default_factory=list)
-    strange: int = 0
+    count: int = 0  # measurements taken in since the last change of the network
+    nbytes: float = 0.0  # faded mean
+    seconds: float = 0.0  # faded mean
+    spread: float = 0.0  # faded variance of the bytes
+    covariance: float = 0.0  # of bytes and seconds, faded
+    residuals: list[float] = field(default_factory=list)  # the newest, in seconds
+    strange: int = 0  # outliers in a row, at the end
 
     @property
     def beta(self) -> float:
@@ -113,16 +105,7 @@ class DelayControl:
         every: steps between decisions.
     """
 
-    def __init__(
-        self,
-        elements: int,
-        world: int,
-        deadline: float,
-        *,
-        divisible: bool = False,
-        entry: int = 8,
-        every: int = 5,
-    ) -> None:
+    def __init__(self, elements: int, world: int, deadline: float, *, divisible: bool = False, entry: int = 8, every: int = 5) -> None:
         if elements < 1 or world < 1 or every < 1 or not deadline > 0:
             raise ValueError(f"elements={elements}, world={world}, every={every}, deadline={deadline} s: all must be above 0")
         self.elements, self.world, self.deadline, self.every = elements, world, deadline, every

@@ -58,16 +58,11 @@ class Affine:
 class Measured:
     """Straight pieces between measured points; the first and the last piece go on beyond them, but never below 0.
 
-    Attributes:
-        nbytes: sizes that were measured, ascending, at least two.
-        seconds: what each took.
-
-    Raises:
-        ValueError: fewer than two points, sizes that do not ascend, or anything negative or not finite.
+    Raises ValueError: fewer than two points, sizes that do not ascend, or anything negative or not finite.
     """
 
-    nbytes: tuple[float, ...]
-    seconds: tuple[float, ...]
+    nbytes: tuple[float, ...]  # sizes that were measured, ascending, at least two
+    seconds: tuple[float, ...]  # what each took
 
     def __post_init__(self) -> None:
         if len(self.nbytes) != len(self.seconds) or len(self.nbytes) < 2:
@@ -121,16 +116,11 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True)
 class FittedCost:
-    """A cost model, and how far it is from the samples it was made of.
-
-    Attributes:
-        mean: mean over the samples of ``|predicted - measured| / measured``.
-        worst: the largest of these.
-    """
+    """A cost model, and how far it is from the samples it was made of."""
 
     cost: Cost
-    mean: float
-    worst: float
+    mean: float  # mean over the samples of ``|predicted - measured| / measured``
+    worst: float  # the largest of these
 
 
 def fit_line(samples: Iterable[Sample]) -> FittedCost:
@@ -139,8 +129,7 @@ def fit_line(samples: Iterable[Sample]) -> FittedCost:
     Neither ``alpha`` nor ``beta`` becomes negative: where the best line would have it so, the best line through zero, or the
     best constant, takes its place.
 
-    Raises:
-        ValueError: fewer than two different sizes.
+    Raises ValueError: fewer than two different sizes.
     """
     points = _at_least_two_sizes(samples)
     weights = [point.seconds**-2 for point in points]
@@ -163,8 +152,7 @@ def interpolate(samples: Iterable[Sample]) -> FittedCost:
     Such a model is right at its own points whatever they are. What is reported is what it says of sizes that it has not seen:
     the error at each size with that size left out. With two sizes, where nothing can be left out, it is that of the medians.
 
-    Raises:
-        ValueError: fewer than two different sizes.
+    Raises ValueError: fewer than two different sizes.
     """
     points = _at_least_two_sizes(samples)
     sizes = sorted({point.nbytes for point in points})

@@ -26,16 +26,11 @@ _ROUNDING = 1 + 1e-9  # a bound and the plan that it bounds are added up in diff
 
 @dataclass(frozen=True, kw_only=True)
 class GroupingPlan:
-    """A grouping, and the seconds of one iteration that the timeline predicts for it.
-
-    Attributes:
-        seconds: predicted, of one iteration.
-        bound: no grouping takes less; where this is ``seconds``, the plan is proven to be the best.
-    """
+    """A grouping, and the seconds of one iteration that the timeline predicts for it."""
 
     grouping: Grouping
-    seconds: float
-    bound: float
+    seconds: float  # predicted, of one iteration
+    bound: float  # no grouping takes less; where this is ``seconds``, the plan is proven to be the best
 
 
 def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> GroupingPlan:
@@ -100,17 +95,11 @@ def _by_number_of_groups(backward: Backward, encode: Affine, communicate: Affine
 
 @dataclass(kw_only=True)
 class _Labels:
-    """Ways to have exchanged the first tensors. One column each, never changed: later ones refer to earlier ones by number.
+    """Ways to have exchanged the first tensors. One column each, never changed: later ones refer to earlier ones by number."""
 
-    Attributes:
-        times: rows: when encoding, the network and decoding are done with them.
-        tensors: how many.
-        before: the column of the way without the last group.
-    """
-
-    times: Floats = field(default_factory=lambda: np.zeros((3, 1)))
-    tensors: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))
-    before: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))
+    times: Floats = field(default_factory=lambda: np.zeros((3, 1)))  # rows: when encoding, the network and decoding are done with them
+    tensors: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))  # how many
+    before: NDArray[np.intp] = field(default_factory=lambda: np.zeros(1, np.intp))  # the column of the way without the last group
 
     def add(self, times: Floats, tensors: int, before: NDArray[np.intp]) -> None:
         self.times = np.concatenate([self.times, times], axis=1)

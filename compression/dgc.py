@@ -32,8 +32,7 @@ class SampledThreshold(RatioSparsifier):
 
     The estimate is corrected until between 0.8 and 1.3 of the target pass; of more, exactly the largest are taken.
 
-    Args:
-        warmup_steps: steps in which the ratio falls to the target, in four stages of one length: 0.25, 0.063, 0.016 and 0.004 for 0.001.
+    ``warmup_steps``: steps in which the ratio falls to the target, in four stages of one length: 0.25, 0.063, 0.016 and 0.004 for 0.001.
     """
 
     low, high = 0.8, 1.3
@@ -77,9 +76,6 @@ class MomentumCorrection(Reducer):
     Args:
         nesterov: ``u = m (u + g)``, ``v = v + u + g``.
         clip_norm: each tensor's gradient is scaled to at most this L2 norm divided by sqrt(ranks) first; None: not at all.
-
-    Attributes:
-        dense: send everything by an all-reduce of float32, with ordinary momentum, as long as this is set; see `ErrorFeedback`.
     """
 
     kept = ("velocities", "residuals", "inner")
@@ -88,6 +84,7 @@ class MomentumCorrection(Reducer):
     def __init__(self, inner: Sparsifier, momentum: Momentum = 0.9, nesterov: Nesterov = False, clip_norm: ClipNorm = None) -> None:
         self.inner, self.momentum, self.nesterov, self.clip_norm = inner, momentum, nesterov, clip_norm
         self.primitive, self.align = inner.primitive, inner.align
+        # send everything by an all-reduce of float32, with ordinary momentum, as long as this is set; see `ErrorFeedback`
         self.dense = False
         self.velocities, self.residuals = Memory(), Memory()
 

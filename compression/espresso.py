@@ -40,15 +40,11 @@ Work = tuple[tuple[int, float], ...]
 
 
 class OptionTable:
-    """Options by number, and what they ask of the queues for tensors of each size.
-
-    Attributes:
-        options: longest first among the ``choices`` first ones, which are candidates for every tensor; then those which are
-            only ever assigned.
-    """
+    """Options by number, and what they ask of the queues for tensors of each size."""
 
     def __init__(self, candidates: Iterable[Option], others: Iterable[Option], costs: TensorCosts) -> None:
         chosen = sorted(dict.fromkeys(candidates), key=lambda option: -len(option.operations))
+        # longest first among the ``choices`` first ones, which are candidates for every tensor; then those which are only ever assigned
         self.options = tuple(dict.fromkeys((*chosen, *others)))
         self.choices = len(chosen)
         self.number = {option: number for number, option in enumerate(self.options)}
@@ -85,18 +81,13 @@ class OptionTable:
 
 
 class Size:
-    """The seconds that a table's options take for tensors of one size (float64).
-
-    Attributes:
-        of_each: by step and option; 0 where an option has no such step.
-        candidates: the same of the candidates only.
-        totals: by option and resource.
-        sums: by option.
-    """
+    """The seconds that a table's options take for tensors of one size (float64)."""
 
     def __init__(self, of_each: Floats, choices: int, totals: Floats) -> None:
-        self.of_each, self.candidates, self.totals = of_each, np.ascontiguousarray(of_each[:, :choices]), totals
-        self.sums: Floats = totals.sum(axis=1)
+        self.of_each = of_each  # by step and option; 0 where an option has no such step
+        self.candidates = np.ascontiguousarray(of_each[:, :choices])  # the same of the candidates only
+        self.totals = totals  # by option and resource
+        self.sums: Floats = totals.sum(axis=1)  # by option
 
 
 def _queues(option: Option, one_machine: bool) -> Iterable[int]:
@@ -228,8 +219,7 @@ class OptionPlan:
 def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) -> float:
     """Seconds of one iteration with these options, one for each tensor.
 
-    Raises:
-        ValueError: other numbers of options than of tensors, or an option without costs.
+    Raises ValueError: other numbers of options than of tensors, or an option without costs.
     """
     return TrialStrategy(backward, OptionTable(chosen, (), costs), chosen).seconds()
 
@@ -237,8 +227,7 @@ def predict(backward: Backward, costs: TensorCosts, chosen: Sequence[Option]) ->
 def plan(backward: Backward, costs: TensorCosts) -> OptionPlan:
     """Runs algorithm 1, and algorithm 2 where the CPU has costs too; what comes out is not predicted to be slower than all-reduce alone.
 
-    Raises:
-        ValueError: costs are missing.
+    Raises ValueError: costs are missing.
     """
     candidates = options((Processor.GPU if Processor.GPU in costs.compress else Processor.CPU,), flat_only=costs.topology.flat_only)
     moved = [option.on(Processor.CPU) for option in candidates] if Processor.CPU in costs.compress else []

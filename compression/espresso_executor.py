@@ -38,31 +38,18 @@ Steps: TypeAlias = Generator[CollectiveRequest, list[Tensor], None]
 
 @dataclass(kw_only=True)
 class Held:
-    """The shape of what one rank holds.
+    """The shape of what one rank holds."""
 
-    Attributes:
-        wire_bytes: of a payload for tensors of a layout.
-        layouts: of all tensors, then of the part of them that is held after each division; None: nothing is in it.
-        topology: the machines and ranks that take part.
-        rank: the rank that holds it.
-        worlds: into which parts payloads are cut; (): one.
-        sources: payloads of each part, not added up yet.
-        compressed: payloads are held, not dense values.
-        stage: compressions so far.
-        repeated: what is held is the same in all machines.
-        waiting: of which scope the broadcast is that this rank waits for, empty-handed.
-    """
-
-    wire_bytes: Callable[[FlatLayout], int]
-    layouts: list[FlatLayout | None]
-    topology: Topology
-    rank: int
-    worlds: Worlds = ()
-    sources: int = 1
-    compressed: bool = False
-    stage: int = 0
-    repeated: bool = False
-    waiting: Scope | None = None
+    wire_bytes: Callable[[FlatLayout], int]  # of a payload for tensors of a layout
+    layouts: list[FlatLayout | None]  # of all tensors, then of the part of them that is held after each division; None: nothing is in it
+    topology: Topology  # the machines and ranks that take part
+    rank: int  # the rank that holds it
+    worlds: Worlds = ()  # into which parts payloads are cut; (): one
+    sources: int = 1  # payloads of each part, not added up yet
+    compressed: bool = False  # payloads are held, not dense values
+    stage: int = 0  # compressions so far
+    repeated: bool = False  # what is held is the same in all machines
+    waiting: Scope | None = None  # of which scope the broadcast is that this rank waits for, empty-handed
 
     def parts(self) -> tuple[FlatLayout | None, ...]:
         """The layouts of the parts that are held."""

@@ -117,8 +117,7 @@ UNCOMPRESSED = Option((PlannedCollective(Routine.ALL_REDUCE, Scope.FLAT, Exchang
 def options(processors: Sequence[Processor] = (Processor.GPU,), *, flat_only: bool = False) -> tuple[Option, ...]:
     """Every option of the decision tree whose codecs run on ``processors``; the first is `UNCOMPRESSED`.
 
-    Args:
-        flat_only: leave hierarchical options out: there is one machine, or one rank in each.
+    ``flat_only``: leave hierarchical options out: there is one machine, or one rank in each.
 
     Raises:
         ValueError: no processor, or one twice.
@@ -240,23 +239,14 @@ def alpha_beta(topology: Topology, intra: Affine, inter: Affine) -> dict[tuple[R
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCosts:
-    """The costs of exchanging one tensor.
+    """The costs of exchanging one tensor."""
 
-    Attributes:
-        topology: the machines and ranks that take part.
-        network: each collective, by the bytes named in `alpha_beta`.
-        compress: on each processor, by dense bytes; for the CPU with the way there and back.
-        decompress: of one payload, by its dense bytes.
-        wire_bytes: of the payload, by the number of elements.
-        itemsize: bytes of one element of a dense gradient.
-    """
-
-    topology: Topology
-    network: Network = field(hash=False)
-    compress: Mapping[Processor, Cost] = field(hash=False)
-    decompress: Mapping[Processor, Cost] = field(hash=False)
-    wire_bytes: Callable[[int], int]
-    itemsize: int = 4
+    topology: Topology  # the machines and ranks that take part
+    network: Network = field(hash=False)  # each collective, by the bytes named in `alpha_beta`
+    compress: Mapping[Processor, Cost] = field(hash=False)  # on each processor, by dense bytes; for the CPU with the way there and back
+    decompress: Mapping[Processor, Cost] = field(hash=False)  # of one payload, by its dense bytes
+    wire_bytes: Callable[[int], int]  # of the payload, by the number of elements
+    itemsize: int = 4  # bytes of one element of a dense gradient
 
     def __post_init__(self) -> None:
         if self.itemsize < 1:
@@ -281,18 +271,12 @@ class TensorCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The work of one operation on each rank that takes part.
-
-    Attributes:
-        splits: into how many parts the tensor is divided, of which a rank holds one.
-        payloads: of that part that it holds, not added up yet; 1 for dense values.
-        groups: of ranks in each machine which do the same at the same time, over the same link.
-    """
+    """The work of one operation on each rank that takes part."""
 
     operation: Operation
-    splits: int
-    payloads: int
-    groups: int
+    splits: int  # into how many parts the tensor is divided, of which a rank holds one
+    payloads: int  # of that part that it holds, not added up yet; 1 for dense values
+    groups: int  # of ranks in each machine which do the same at the same time, over the same link
 
 
 def loads(option: Option, topology: Topology) -> Iterator[Load]:

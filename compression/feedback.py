@@ -39,10 +39,6 @@ class ErrorFeedback(Reducer):
 
     Raises:
         ValueError: beta is not in (0, 1].
-
-    Attributes:
-        dense: send everything, residual included, by an all-reduce of float32, as long as this is set. An option and not state: alike on
-            all ranks, changed between steps.
     """
 
     kept = ("residuals", "inner")
@@ -53,6 +49,8 @@ class ErrorFeedback(Reducer):
             raise ValueError(f"beta={beta}: must be above 0 and at most 1; use the compressor alone for no error feedback")
         self.inner, self.beta, self.follow_lr = inner, beta, follow_lr
         self.primitive, self.align = inner.primitive, inner.align
+        # send everything, residual included, by an all-reduce of float32, as long as this is set. An option and not state: alike on all
+        # ranks, changed between steps.
         self.dense = False
         self.residuals = Memory()
         self._lr: dict[str, float] = {}  # of the step that each residual is from

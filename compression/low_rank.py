@@ -144,19 +144,14 @@ class Run:
     """Tensors that follow each other in a layout and are matrices of one shape, so that they can be handled together.
 
     Products are not: how a batch of products is rounded depends on its size, and a group must give what its tensors give.
-
-    Attributes:
-        rows, columns: of each matrix.
-        rank: of its factors.
-        start, span: elements from the layout's begin to the first, and from each to the next.
     """
 
     numbers: tuple[int, ...]
-    rows: int
-    columns: int
-    rank: int
-    start: int
-    span: int
+    rows: int  # of each matrix
+    columns: int  # of each matrix
+    rank: int  # of its factors
+    start: int  # elements from the layout's begin to the first
+    span: int  # elements from each to the next
 
     def matrices(self, flat: Tensor) -> Tensor:
         """The tensors as parts of a flat buffer, (count, rows, columns)."""

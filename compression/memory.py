@@ -23,8 +23,7 @@ class Memory:
     def flat(self, layout: FlatLayout, device: torch.device) -> Tensor:
         """The group's buffer, (layout.total,); it may be written in place, padding stays zero.
 
-        Raises:
-            ValueError: a tensor of that name has had another number of elements.
+        Raises ValueError: a tensor of that name has had another number of elements.
         """
         found = self._flat.get(layout.names)
         if found is not None and (found[0] is layout or (found[0].spans == layout.spans and found[0].sizes == layout.sizes)):

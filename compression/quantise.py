@@ -86,10 +86,8 @@ class QSGD(Compressor):
 class TernGrad(Compressor):
     """Rounds each element to -1, 0 or 1 times its tensor's largest magnitude, in 2 bits. Wen et al., NeurIPS 2017.
 
-    Args:
-        clip: magnitudes above this many standard deviations of the tensor are clipped to it, which bounds the variance and is
-            a bias. They are taken about zero: about the mean, elements that are nearly alike would all be clipped to nearly nothing.
-            None: unbiased.
+    ``clip``: magnitudes above this many standard deviations of the tensor are clipped to it, which bounds the variance and is a bias. They
+    are taken about zero: about the mean, elements that are nearly alike would all be clipped to nearly nothing. None: unbiased.
     """
 
     primitive = Primitive.ALL_GATHER

@@ -130,8 +130,7 @@ class SIDCo(RatioSparsifier):
 
     Where nothing or more than twice the target is above it, since the values are not distributed like that, exactly the largest are taken.
 
-    Args:
-        distribution: of the magnitudes; "gamma" fits generalized Pareto distributions from the second stage on.
+    ``distribution``: of the magnitudes; "gamma" fits generalized Pareto distributions from the second stage on.
     """
 
     def __init__(self, ratio: Ratio = 0.001, distribution: Literal["exponential", "pareto", "gamma"] = "exponential") -> None:

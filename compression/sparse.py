@@ -27,7 +27,29 @@ _LEAST = 2.0**-126  # the smallest normal float32: below, a processor that flush
 _HITS = 16  # of the sample are expected to be among the largest
 
 
-class Sparsifier(Compressor):
+class Scattered(Compressor):
+    """Sends values of some elements; what several ranks send for one element is added, rank by rank."""
+
+    @abstractmethod
+    def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
+        """The values in a payload, float32, and their indices in the group's flat buffer."""
+
+    def decompress(self, payload: Payload) -> Bundle:
+        return self._summed([payload])
+
+    def aggregate(self, payloads: Sequence[Payload]) -> Bundle:
+        return divided(self._summed(payloads), len(payloads))
+
+    def _summed(self, payloads: Sequence[Payload]) -> Bundle:
+        layout, data = payloads[0].layout, payloads[0].data
+        total = BUFFERS.zeros(layout.total, device=data.device)
+        for payload in payloads:
+            values, indices = self.entries(payload)
+            total.index_add_(0, indices, values)
+        return Bundle(layout, total)
+
+
+class Sparsifier(Scattered):
     """Sends the elements that `pick` picks."""
 
     primitive = Primitive.ALL_GATHER_V
@@ -41,22 +63,11 @@ class Sparsifier(Compressor):
         indices = self.pick(bundle, turn)
         return Payload(layout=bundle.layout, data=join(bundle.flat.index_select(0, indices), indices))
 
-    def decompress(self, payload: Payload) -> Bundle:
-        return self._summed([payload])
-
-    def aggregate(self, payloads: Sequence[Payload]) -> Bundle:
-        return divided(self._summed(payloads), len(payloads))
-
     def residual(self, bundle: Bundle, payload: Payload) -> Tensor:
         return bundle.flat.index_fill_(0, entries(payload)[1].long(), 0)
 
-    def _summed(self, payloads: Sequence[Payload]) -> Bundle:
-        layout, data = payloads[0].layout, payloads[0].data
-        total = BUFFERS.zeros(layout.total, device=data.device)
-        for payload in payloads:
-            values, indices = entries(payload)
-            total.index_add_(0, indices, values)
-        return Bundle(layout, total)
+    def entries(self, payload: Payload) -> tuple[Tensor, Tensor]:
+        return entries(payload)
 
 
 def entries(payload: Payload) -> tuple[Tensor, Tensor]:

@@ -26,18 +26,12 @@ from .costs import FREE, Cost
 class Backward:
     """The tensors of a model, in the order in which the backward pass makes their gradients.
 
-    Attributes:
-        nbytes: of each gradient, dense.
-        seconds: of each, from when the one before was ready until it is ready itself.
-        forward: seconds of the forward pass; nothing overlaps with it.
-
-    Raises:
-        ValueError: no tensor, other numbers of sizes than of times, or anything negative or not finite.
+    Raises ValueError: no tensor, other numbers of sizes than of times, or anything negative or not finite.
     """
 
-    nbytes: tuple[int, ...]
-    seconds: tuple[float, ...]
-    forward: float = 0.0
+    nbytes: tuple[int, ...]  # of each gradient, dense
+    seconds: tuple[float, ...]  # of each, from when the one before was ready until it is ready itself
+    forward: float = 0.0  # seconds of the forward pass; nothing overlaps with it
 
     def __post_init__(self) -> None:
         if len(self.nbytes) != len(self.seconds) or not self.nbytes:
@@ -52,18 +46,12 @@ class Backward:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCosts:
-    """The costs of one group, each as a function of its dense bytes.
+    """The costs of one group, each as a function of its dense bytes."""
 
-    Attributes:
-        encode: compressing it.
-        communicate: all of its collectives. A cost per byte sent becomes one per dense byte by ``scaled(size=ratio)``.
-        decode: decompressing and adding up whatever has arrived.
-        encode_on: the stream that encodes: ``compute`` delays the backward pass, ``beside`` does not.
-    """
-
-    encode: Cost
-    communicate: Cost
-    decode: Cost = FREE
+    encode: Cost  # compressing it
+    communicate: Cost  # all of its collectives. A cost per byte sent becomes one per dense byte by ``scaled(size=ratio)``.
+    decode: Cost = FREE  # decompressing and adding up whatever has arrived
+    # the stream that encodes: ``compute`` delays the backward pass, ``beside`` does not
     encode_on: Literal["compute", "beside"] = "compute"
 
     def __post_init__(self) -> None:
@@ -101,8 +89,7 @@ def even(tensors: int, groups: int) -> Grouping:
 def buckets(nbytes: Sequence[int], capacity: int) -> Grouping:
     """Groups closed by the tensor with which they hold at least ``capacity`` bytes, as the buckets of torch's DDP are.
 
-    Raises:
-        ValueError: ``capacity`` is below 1, or there is no tensor.
+    Raises ValueError: ``capacity`` is below 1, or there is no tensor.
     """
     if capacity < 1:
         raise ValueError(f"capacity={capacity} bytes: must be at least 1")
@@ -127,14 +114,10 @@ class GroupTimes:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One iteration.
-
-    Attributes:
-        seconds: from the beginning of the forward pass until the last gradient is decoded and the backward pass has ended.
-    """
+    """One iteration."""
 
     groups: tuple[GroupTimes, ...]
-    seconds: float
+    seconds: float  # from the beginning of the forward pass until the last gradient is decoded and the backward pass has ended
 
 
 def simulate(backward: Backward, costs: GroupCosts, grouping: Grouping) -> Timeline:

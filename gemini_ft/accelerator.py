@@ -163,8 +163,7 @@ def pin(device: torch.device | None, address: int, nbytes: int) -> bool:
     Returns:
         Whether it has to be given back with `unpin`.
 
-    Raises:
-        RuntimeError: the driver gives no memory for that.
+    Raises RuntimeError: the driver gives no memory for that.
     """
     if device is None or device.type != "cuda":
         return False

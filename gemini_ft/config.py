@@ -390,8 +390,7 @@ def without_passwords(text: str) -> str:
 def load_config(overrides: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> GeminiConfig:
     """Merges defaults, file, environment and ``overrides`` into one checked configuration.
 
-    Raises:
-        ConfigError: an option is unknown or has a wrong value; all faults are listed at once.
+    Raises ConfigError: an option is unknown or has a wrong value; all faults are listed at once.
     """
     env = os.environ if environ is None else environ
     if (host := env.get("GEMINI_HOST_ID", "")) and (not host.isprintable() or len(host) > _LONGEST_NAME):

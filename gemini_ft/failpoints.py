@@ -89,8 +89,7 @@ armed: Failpoints | None = None
 def strike(fault: Fault) -> None:
     """Carries out, on this process, a fault of a kind that strikes a single process.
 
-    Raises:
-        InjectedFault: asked for by a fault of kind ``exception``.
+    Raises InjectedFault: asked for by a fault of kind ``exception``.
     """
     match fault.kind:
         case "sigkill":

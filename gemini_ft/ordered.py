@@ -35,8 +35,7 @@ class Ordered:
     It ends before the interpreter, if its calls are over within a second, so that Python need not unwind it out of torch, which would
     abort the process.
 
-    Args:
-        within: makes the context in which it runs.
+    ``within``: makes the context in which it runs.
 
     Raises:
         RuntimeError: no thread can be started.

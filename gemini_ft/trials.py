@@ -11,36 +11,22 @@ _UNKNOWN = 1e9  # seconds of a way whose every step has been interrupted
 
 @dataclass(frozen=True, kw_only=True)
 class TrialRules:
-    """The rules by which a trial goes on.
+    """The rules by which a trial goes on."""
 
-    Attributes:
-        visit: steps that one way is tried in a row; the first of them, which finds cold caches, is not counted.
-        rounds: visits of a way that is not slower than others.
-        slower: round -> multiple of the best median above which a way drops out after that round.
-    """
-
-    visit: int
-    rounds: int
-    slower: Mapping[int, float]
+    visit: int  # steps that one way is tried in a row; the first of them, which finds cold caches, is not counted
+    rounds: int  # visits of a way that is not slower than others
+    slower: Mapping[int, float]  # round -> multiple of the best median above which a way drops out after that round
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """The ways, by number, and the time that each has taken so far.
+    """The ways, by number, and the time that each has taken so far."""
 
-    Attributes:
-        left: ways that have not dropped out.
-        seconds: of every counted step, by way.
-        round: how many are over.
-        turn: which of those that are left is tried now.
-        steps: of this visit.
-    """
-
-    left: list[int]
-    seconds: list[list[float]] = field(default_factory=list)
-    round: int = 0
-    turn: int = 0
-    steps: int = 0
+    left: list[int]  # ways that have not dropped out
+    seconds: list[list[float]] = field(default_factory=list)  # of every counted step, by way
+    round: int = 0  # how many are over
+    turn: int = 0  # which of those that are left is tried now
+    steps: int = 0  # of this visit
 
     @classmethod
     def of(cls, ways: int) -> Trial:

@@ -7,11 +7,11 @@ from .ddp_hook import HookState as HookState
 from .ddp_hook import hook as hook
 from .fpisa import FPISA as FPISA
 from .hierarchical import Hierarchical as Hierarchical
-from .inceptionn import InceptionnRing as InceptionnRing
 from .omnireduce import OmniReduce as OmniReduce
 from .omnireduce import OmniReduceStreaming as OmniReduceStreaming
 from .parameter_server import SinglePS as SinglePS
 from .parameter_server import SparsePS as SparsePS
+from .ring import InceptionnRing as InceptionnRing
 from .ring import Ring8 as Ring8
 from .rows import GradientError as GradientError
 from .schemes import SCHEMES as SCHEMES

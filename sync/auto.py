@@ -27,27 +27,16 @@ _PATIENCE = 3  # calls in a row of another regime
 
 @dataclass(kw_only=True)
 class Findings:
-    """All that is known about gradients of one shape.
+    """All that is known about gradients of one shape."""
 
-    Attributes:
-        traffic: how they are spread, None before the profile.
-        predicted: seconds of each scheme by its formula.
-        least: the same without latency: its bytes alone take so long.
-        tried: names of the schemes that are tried now.
-        trial: of those, by the slowest rank's seconds.
-        judged: names of all that have been tried.
-        chosen: None as long as they are tried.
-        units: of the sum when the scheme was chosen; how many calls in a row it has been far from that.
-    """
-
-    traffic: Traffic | None = None
-    predicted: Mapping[str, float] = field(default_factory=dict)
-    least: Mapping[str, float] = field(default_factory=dict)
-    tried: list[str] = field(default_factory=list)
-    trial: Trial = field(default_factory=lambda: Trial.of(0))
-    judged: list[str] = field(default_factory=list)
-    chosen: str | None = None
-    units: int | None = None
+    traffic: Traffic | None = None  # how they are spread, None before the profile
+    predicted: Mapping[str, float] = field(default_factory=dict)  # seconds of each scheme by its formula
+    least: Mapping[str, float] = field(default_factory=dict)  # the same without latency: its bytes alone take so long
+    tried: list[str] = field(default_factory=list)  # names of the schemes that are tried now
+    trial: Trial = field(default_factory=lambda: Trial.of(0))  # of those, by the slowest rank's seconds
+    judged: list[str] = field(default_factory=list)  # names of all that have been tried
+    chosen: str | None = None  # None as long as they are tried
+    units: int | None = None  # of the sum when the scheme was chosen; how many calls in a row it has been far from that
     strange: int = 0
 
     def pack(self) -> dict[str, Any]:

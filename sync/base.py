@@ -1,6 +1,6 @@
 """The interface of every gradient synchronisation scheme.
 
-All schemes but those of `inceptionn` and `ring` compute the same sum; they differ in how the bytes travel. The four dimensions in which
+All schemes but those of `ring` compute the same sum; they differ in how the bytes travel. The four dimensions in which
 they differ are those of Zen (Wang et al., OSDI 2025, section 2).
 
     gradient = Zen().all_reduce(gradient)                      # over the default group
@@ -146,9 +146,8 @@ class Scheme(ABC):
         Returns:
             A new tensor in the shape, layout, dtype and device of ``tensor``, coalesced if sparse; or a future of it.
 
-        Raises:
-            GradientError: the ranks' tensors do not fit each other, or one is not accepted. On all ranks, with the same
-                text; from the future, if async.
+        Raises GradientError: the ranks' tensors do not fit each other, or one is not accepted. On all ranks, with the same text; from the
+        future, if async.
         """
         chosen = group if group is not None else dist.group.WORLD
         if chosen is None:
@@ -206,8 +205,7 @@ def _admitted(tensor: torch.Tensor, group: ProcessGroup, text: str, convert: Cal
 def admit_dense(tensor: torch.Tensor, group: ProcessGroup, text: str) -> tuple[torch.Tensor, Exchange]:
     """A copy of a rank's gradient as a dense matrix where messages lie, and the exchange, over which all ranks have agreed.
 
-    Raises:
-        GradientError: the ranks' tensors do not fit each other, or one is not accepted.
+    Raises GradientError: the ranks' tensors do not fit each other, or one is not accepted.
     """
     matrix, exchange = _admitted(tensor, group, text, to_matrix, torch.zeros(0, 0))
     exchange.agree()

@@ -24,9 +24,8 @@ class Dense(SparseScheme):
 
     The order of addition is the backend's, the same on all ranks.
 
-    Args:
-        check: of strided tensors, compare first what the ranks were given, which takes log2(n) rounds of short messages. False:
-            the caller knows that shapes and dtypes are the same, as DDP does of its buckets.
+    ``check``: of strided tensors, compare first what the ranks were given, which takes log2(n) rounds of short messages. False: the caller
+    knows that shapes and dtypes are the same, as DDP does of its buckets.
     """
 
     name = "dense"

@@ -25,31 +25,19 @@ class Link:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """A gradient as it is spread over the ranks (section 2.1).
+    """A gradient as it is spread over the ranks (section 2.1)."""
 
-    Attributes:
-        ranks: n.
-        nbytes: of the dense tensor, M.
-        unit: bytes of one unit's values: of a row, or of an element.
-        densities: for 1, 2, 4, ... and n ranks the share of units that are present in the sum over so many; of the fullest
-            rank, or set of ranks.
-        push_skew: how much more than its share of one rank's units the fullest of n even parts has, 1 to n.
-        pull_skew: the same of the units of the sum.
-        push_blocks: share of nonzero blocks in the fullest part of a rank; pull_blocks: the same of the sum.
-        index: bytes of one index.
-        block: bytes of one block.
-    """
-
-    ranks: int
-    nbytes: int
-    unit: int
+    ranks: int  # n
+    nbytes: int  # of the dense tensor, M
+    unit: int  # bytes of one unit's values: of a row, or of an element
+    # for 1, 2, 4, ... and n ranks the share of units that are present in the sum over so many; of the fullest rank, or set of ranks.
     densities: Mapping[int, float] = field(hash=False)
-    push_skew: float = 1.0
-    pull_skew: float = 1.0
-    push_blocks: float = 1.0
+    push_skew: float = 1.0  # how much more than its share of one rank's units the fullest of n even parts has, 1 to n
+    pull_skew: float = 1.0  # the same of the units of the sum
+    push_blocks: float = 1.0  # share of nonzero blocks in the fullest part of a rank; pull_blocks: the same of the sum
     pull_blocks: float = 1.0
-    index: int = 4
-    block: int = 1024
+    index: int = 4  # bytes of one index
+    block: int = 1024  # bytes of one block
 
     @property
     def density(self) -> float:
@@ -158,17 +146,11 @@ def textbook(ranks: int, nbytes: int, link: Link) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Pool:
-    """A switch as its ranks use it. Its link is as fast as those of all ranks together.
+    """A switch as its ranks use it. Its link is as fast as those of all ranks together."""
 
-    Attributes:
-        slots: packets that a rank has under way at once.
-        packet: bytes of a packet's values.
-        header: bytes that go before them: 36 of the packet, 28 of IP and UDP.
-    """
-
-    slots: int = 256
-    packet: int = 1408
-    header: int = 64
+    slots: int = 256  # packets that a rank has under way at once
+    packet: int = 1408  # bytes of a packet's values
+    header: int = 64  # bytes that go before them: 36 of the packet, 28 of IP and UDP
 
     def stream(self, packets: int, link: Link) -> float:
         """Seconds of ``packets`` packets with values, of which each comes back as a sum before its slot takes the next one.

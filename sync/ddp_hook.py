@@ -17,25 +17,19 @@ from .zen import Zen
 
 @dataclass(kw_only=True)
 class HookState:
-    """The schemes that the hook applies to the two kinds of buckets.
+    """The schemes that the hook applies to the two kinds of buckets."""
 
-    Attributes:
-        sparse: for the gradients of modules with ``sparse=True``, each of which is a bucket of its own.
-        dense: for all others. A sparse scheme makes sense where most of a bucket is zero. DDP sees to it that all ranks have the
-            same buckets, so that need not be checked again.
-        group: DDP's; None: the default group.
-    """
-
-    sparse: Scheme = field(default_factory=Zen)
+    sparse: Scheme = field(default_factory=Zen)  # for the gradients of modules with ``sparse=True``, each of which is a bucket of its own
+    # for all others. A sparse scheme makes sense where most of a bucket is zero. DDP sees to it that all ranks have the same buckets, so
+    # that need not be checked again.
     dense: Scheme = field(default_factory=lambda: Dense(check=False))
-    group: ProcessGroup | None = None
+    group: ProcessGroup | None = None  # DDP's; None: the default group
 
 
 def hook(state: HookState | ProcessGroup | None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Averages a bucket over all ranks, in the background of the backward pass.
 
-    Args:
-        state: the schemes; a process group, or None for the default group, as torch's own hooks take it: the default schemes in that group.
+    ``state``: the schemes; a process group, or None for the default group, as torch's own hooks take it: the default schemes in that group.
 
     Raises:
         TypeError: another state.

@@ -30,12 +30,9 @@ class Exchange(ABC):
         device: where messages lie.
         text: describes this rank's gradient and scheme.
         refused: why this rank's gradient cannot be summed, if so.
-
-    Attributes:
-        exchanged: bytes of all ranks' messages in the latest `all_to_all` that has ended; the same on all ranks.
     """
 
-    exchanged: int = 0
+    exchanged: int = 0  # bytes of all ranks' messages in the latest `all_to_all` that has ended; the same on all ranks
 
     def __init__(self, group: ProcessGroup, device: torch.device, text: str, refused: str | None = None) -> None:
         self.group, self.device = group, device
@@ -51,8 +48,7 @@ class Exchange(ABC):
     def share(self, message: torch.Tensor) -> list[torch.Tensor]:
         """All ranks' messages, by rank. For short ones: in ceil(log2(n)) rounds of one message each (Bruck's algorithm).
 
-        Raises:
-            GradientError: a rank was given something else, or cannot take part.
+        Raises GradientError: a rank was given something else, or cannot take part.
         """
         wire.stamp(message, self._digest, len(message))
         messages = self._share(message)
@@ -65,8 +61,7 @@ class Exchange(ABC):
 
         Messages are under way when this returns; the iterator must be taken to its end.
 
-        Raises:
-            GradientError: a rank was given something else, or cannot take part. From the iterator, when all have come.
+        Raises GradientError: a rank was given something else, or cannot take part. From the iterator, when all have come.
         """
         total = sum(map(len, messages))
         for message in messages:

@@ -32,24 +32,15 @@ class Accuracy:
     """Errors of the values that were compared with their exact sums, as parts of the sum of the ranks' magnitudes.
 
     All of it is the same on all ranks.
-
-    Attributes:
-        sums: calls that went through the switch.
-        values: compared.
-        mean: error of those that are numbers.
-        bias: the same with signs: below zero where sums come out too small.
-        worst: largest error; infinite where a sum is no number.
-        beyond: values whose error is above FPISA's bound: half a unit in the last place of the magnitudes' sum per rank.
-        lost: of these, sums that came out as a NaN or an infinity and should not have.
     """
 
-    sums: int = 0
-    values: int = 0
-    mean: float = 0.0
-    bias: float = 0.0
-    worst: float = 0.0
-    beyond: int = 0
-    lost: int = 0
+    sums: int = 0  # calls that went through the switch
+    values: int = 0  # compared
+    mean: float = 0.0  # error of those that are numbers
+    bias: float = 0.0  # the same with signs: below zero where sums come out too small
+    worst: float = 0.0  # largest error; infinite where a sum is no number
+    beyond: int = 0  # values whose error is above FPISA's bound: half a unit in the last place of the magnitudes' sum per rank
+    lost: int = 0  # of these, sums that came out as a NaN or an infinity and should not have
 
     def __str__(self) -> str:
         off = f"off by {self.mean:.1e} of the sum of magnitudes on average, {self.worst:.1e} at most, {self.bias:+.1e} with signs"

@@ -24,8 +24,7 @@ class Hierarchical(Scheme):
     Inside a host all units travel, dense, over links that are fast; of what travels between hosts each rank carries its share.
     Units whose sum is zero are left out of the result.
 
-    Args:
-        local_size: ranks per host; neighbours in rank share a host.
+    ``local_size``: ranks per host; neighbours in rank share a host.
 
     The groups of hosts and places are made at the first call; all later ones take the same group.
     """

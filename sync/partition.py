@@ -49,8 +49,7 @@ def murmur(keys: torch.Tensor, seed: int) -> torch.Tensor:
 def group_by_part(parts: torch.Tensor, count: int) -> tuple[torch.Tensor, list[int]]:
     """Histogram, scan, scatter: (order that groups equal parts and keeps theirs, size of each part).
 
-    Args:
-        parts: int64 [n], in [0, count).
+    ``parts``: int64 [n], in [0, count).
     """
     keys = parts.to(torch.uint8) if count <= 256 else parts.to(torch.int32)  # one pass of a radix sort, not eight
     return torch.argsort(keys, stable=True), torch.bincount(parts, minlength=count).tolist()
@@ -58,21 +57,13 @@ def group_by_part(parts: torch.Tensor, count: int) -> tuple[torch.Tensor, list[i
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionedIndices:
-    """Indices grouped by part.
+    """Indices grouped by part."""
 
-    Attributes:
-        order: int64 [n], a permutation that puts those of part 0 first, then those of part 1, ...; within a part in no order.
-        counts: of each part.
-        serial: indices that found no slot in the parallel memory.
-        slots: of all memories together; 8 bytes each.
-        attempts: how often the memory was too small and everything was done again with twice as much.
-    """
-
-    order: torch.Tensor
-    counts: list[int]
-    serial: int
-    slots: int
-    attempts: int = 1
+    order: torch.Tensor  # int64 [n], a permutation that puts those of part 0 first, then those of part 1, ...; within a part in no order
+    counts: list[int]  # of each part
+    serial: int  # indices that found no slot in the parallel memory
+    slots: int  # of all memories together; 8 bytes each
+    attempts: int = 1  # how often the memory was too small and everything was done again with twice as much
 
 
 def hierarchical_hash(
@@ -201,8 +192,7 @@ class RotatedPartition(HashPartition):
     indicators, one per group, with the mean that Zen's h0 has (theorem 2) and no more variance: several units of a group are
     never in the same part. Zen's h0 needs a table of as many integers as there are units to invert it (algorithm 2).
 
-    Args:
-        seed: the same on all ranks.
+    ``seed``: the same on all ranks.
     """
 
     formats = ("coo", "bitmap")

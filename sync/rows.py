@@ -21,17 +21,11 @@ class GradientError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseRows:
-    """Part of a matrix of ``rows`` units.
+    """Part of a matrix of ``rows`` units."""
 
-    Attributes:
-        rows: units of the index space, those that are absent included.
-        indices: int64 [n], unique, in [0, rows).
-        values: [n, width], one row per index.
-    """
-
-    rows: int
-    indices: torch.Tensor
-    values: torch.Tensor
+    rows: int  # units of the index space, those that are absent included
+    indices: torch.Tensor  # int64 [n], unique, in [0, rows)
+    values: torch.Tensor  # [n, width], one row per index
 
     @property
     def width(self) -> int:
@@ -60,8 +54,7 @@ def from_dense(matrix: torch.Tensor) -> SparseRows:
 def to_rows(tensor: torch.Tensor) -> SparseRows:
     """A gradient of any accepted layout. Duplicate indices are summed; the values may share the tensor's memory.
 
-    Raises:
-        GradientError: a layout or dtype that is not accepted, or indices outside the shape.
+    Raises GradientError: a layout or dtype that is not accepted, or indices outside the shape.
     """
     _check(tensor)
     if tensor.layout == torch.strided:
@@ -74,8 +67,7 @@ def to_rows(tensor: torch.Tensor) -> SparseRows:
 def to_matrix(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a gradient of any accepted layout as a dense [rows, width] matrix, of units as in `to_rows`.
 
-    Raises:
-        GradientError: as `to_rows` does.
+    Raises GradientError: as `to_rows` does.
     """
     _check(tensor)
     if tensor.layout == torch.strided:

@@ -9,10 +9,9 @@ from .base import Dimensions, Scheme, SparseScheme
 from .builtin import AGsparse, Dense
 from .fpisa import FPISA
 from .hierarchical import Hierarchical
-from .inceptionn import InceptionnRing
 from .omnireduce import OmniReduce, OmniReduceStreaming
 from .parameter_server import SinglePS, SparsePS
-from .ring import Ring8
+from .ring import InceptionnRing, Ring8
 from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
 from .switch_scheme import SwitchScheme
 from .switchml import SwitchML

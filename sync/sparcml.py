@@ -124,9 +124,8 @@ class SSARSplitAllgather(SparseScheme):
 class DSARSplitAllgather(SparseScheme):
     """The same push, then an all-gather of the sums as dense parts. Units whose sum is zero are left out of the result.
 
-    Args:
-        bits: null, or 2, 4 or 8: of each value of the sums in the second phase, which are then rounded as in QSGD, by chance and without
-            bias (section 6 of the paper). Every rank has the same values, but they are no longer the exact sum.
+    ``bits``: null, or 2, 4 or 8: of each value of the sums in the second phase, which are then rounded as in QSGD, by chance and without
+    bias (section 6 of the paper). Every rank has the same values, but they are no longer the exact sum.
     """
 
     name = "dsar-split-allgather"

@@ -28,17 +28,12 @@ _BITS = 31  # of FPISA's registers, without the sign
 
 
 class Adder(ABC):
-    """Registers for ``rows`` times ``nbytes`` bytes of values.
+    """Registers for ``rows`` times ``nbytes`` bytes of values."""
 
-    Attributes:
-        register_bytes: of memory per byte of values.
-        counts: events by name.
-    """
-
-    register_bytes: ClassVar[float] = 1.0
+    register_bytes: ClassVar[float] = 1.0  # of memory per byte of values
 
     def __init__(self, rows: int, nbytes: int) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # events by name
 
     @abstractmethod
     def store(self, rows: Array, values: Array) -> None:

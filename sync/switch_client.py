@@ -10,25 +10,7 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from .switch_packets import (
-    GIVEN,
-    SUMMED,
-    SWITCH,
-    Datagrams,
-    Envelope,
-    Join,
-    Joined,
-    Message,
-    Packets,
-    SwitchHello,
-    SwitchLeave,
-    SwitchRefused,
-    SwitchWelcome,
-    await_any,
-    decode,
-    encode,
-    job_key,
-)
+from . import switch_packets as packet
 from .switch_worker import TensorStream, Worker
 
 MOST_ROUNDS = 2**31  # of a job's slot: a packet has 32 bits for their number, and a nonce must never come again
@@ -47,26 +29,19 @@ class SwitchRefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchTerms:
-    """The demands of a job on a switch; the same on all ranks.
-
-    Attributes:
-        largest: whether the side word of a sum is the largest of those given, else the smallest.
-        slots: of all parts together.
-        nbytes: of a packet's values.
-        patience: seconds without any progress after which the switch counts as silent.
-    """
+    """The demands of a job on a switch; the same on all ranks."""
 
     adder: str
-    largest: bool
-    slots: int
-    nbytes: int
-    patience: float
+    largest: bool  # whether the side word of a sum is the largest of those given, else the smallest
+    slots: int  # of all parts together
+    nbytes: int  # of a packet's values
+    patience: float  # seconds without any progress after which the switch counts as silent
 
 
 class _SwitchShare:
     """One of the switches."""
 
-    def __init__(self, place: str, envelope: Envelope) -> None:
+    def __init__(self, place: str, envelope: packet.Envelope) -> None:
         self.place = place
         host, _, port = place.rpartition(":")
         try:
@@ -80,21 +55,21 @@ class _SwitchShare:
             except OSError as error:
                 raise SwitchSilentError(f"switch {place}: {error}") from None
             undo.pop_all()
-        self.socket = Datagrams(plain)
-        self._welcome: tuple[float, SwitchWelcome] | None = None
+        self.socket = packet.Datagrams(plain)
+        self._welcome: tuple[float, packet.SwitchWelcome] | None = None
         self.key: AESGCM | None = None
         self._envelope = envelope
 
     @property
-    def welcome(self) -> SwitchWelcome | None:
+    def welcome(self) -> packet.SwitchWelcome | None:
         """The switch's answer to a hello, if it is recent."""
         return self._welcome[1] if self._welcome is not None and time.monotonic() - self._welcome[0] < _FRESH else None
 
-    def say(self, message: Message) -> None:
+    def say(self, message: packet.Message) -> None:
         with contextlib.suppress(OSError):  # told at the next one
             self.socket.socket.send(self._envelope.seal(message))
 
-    def answers(self) -> Iterable[Message]:
+    def answers(self) -> Iterable[packet.Message]:
         """Control messages that have come, but for a welcome, which is kept; all else is dropped."""
         while True:
             try:
@@ -106,7 +81,7 @@ class _SwitchShare:
             for array, _ in received:
                 for datagram in array:
                     message = self._envelope.open(bytes(datagram))
-                    if isinstance(message, SwitchWelcome):
+                    if isinstance(message, packet.SwitchWelcome):
                         self._welcome = time.monotonic(), message
                     elif message is not None:
                         yield message
@@ -115,8 +90,7 @@ class _SwitchShare:
 class Client:
     """One rank's side of one job.
 
-    Args:
-        places: host:port of each switch, in the order of their parts.
+    ``places``: host:port of each switch, in the order of their parts.
 
     Raises:
         SwitchSilentError: a name cannot be resolved, there is no way there, or this process can have no socket.
@@ -129,7 +103,7 @@ class Client:
         self._slots_each = -(-terms.slots // len(places))
         self.slots = self._slots_each * len(places)
         self._worker = Worker(self.slots, terms.nbytes, len(places))
-        envelope = Envelope(key)
+        envelope = packet.Envelope(key)
         try:
             for place in places:
                 self.parts.append(_SwitchShare(place, envelope))
@@ -152,8 +126,7 @@ class Client:
 
         With 0 seconds the answers are those to an earlier hello.
         """
-        self._until(seconds, lambda part: part.welcome is not None, lambda part: SwitchHello())
-        return self._silent(lambda part: part.welcome is not None)
+        return self._silent(self._until(seconds, lambda part: packet.SwitchHello() if part.welcome is None else None))
 
     def join(self, job: str, seconds: float) -> None:
         """Joins a job, after `reaches`.
@@ -165,11 +138,13 @@ class Client:
         refused: list[str] = []
         welcomes = {part: part.welcome for part in self.parts}
 
-        def ask(part: _SwitchShare) -> Message:
+        def ask(part: _SwitchShare) -> packet.Message | None:
+            if part.key is not None or refused:
+                return None
             if (welcome := welcomes[part]) is None:
-                return SwitchHello()
+                return packet.SwitchHello()
             terms = self._terms
-            return Join(
+            return packet.Join(
                 cookie=welcome.cookie,
                 job=job,
                 rank=self._rank,
@@ -180,28 +155,27 @@ class Client:
                 nbytes=terms.nbytes,
             )
 
-        def hear(part: _SwitchShare, message: Message) -> None:
-            if isinstance(message, SwitchRefused) and message.job == job:
+        def hear(part: _SwitchShare, message: packet.Message) -> None:
+            if isinstance(message, packet.SwitchRefused) and message.job == job:
                 refused.append(f"switch {part.place}: {message.reason}")
-            elif isinstance(message, Joined) and (message.job, message.rank) == (job, self._rank) and (welcome := welcomes[part]):
-                part.key = job_key(self._key, welcome.boot, job)
+            elif isinstance(message, packet.Joined) and (message.job, message.rank) == (job, self._rank) and (welcome := welcomes[part]):
+                part.key = packet.job_key(self._key, welcome.boot, job)
 
         for number, (part, welcome) in enumerate(welcomes.items()):
             if welcome is not None and (welcome.part, welcome.parts) != (number, len(self.parts)):
                 has = f"{welcome.part + 1}/{welcome.parts}"
                 raise SwitchRefusedError(f"switch {part.place} has part {has}, and is given as {number + 1}/{len(self.parts)}: see --part")
         self._job = job
-        self._until(seconds, lambda part: part.key is not None or bool(refused), ask, hear)
+        left = self._until(seconds, ask, hear)
         if refused:
             raise SwitchRefusedError(refused[0])
-        if (silent := self._silent(lambda part: part.key is not None)) is not None:
+        if (silent := self._silent(left)) is not None:
             raise SwitchSilentError(silent)
 
     def run(self, stream: TensorStream) -> None:
         """Takes one tensor through the switch; all ranks of the job must.
 
-        Raises:
-            SwitchSilentError: nothing came for ``patience`` seconds. The job is over: what was given cannot be taken back.
+        Raises SwitchSilentError: nothing came for ``patience`` seconds. The job is over: what was given cannot be taken back.
         """
         now = heard = looked = time.monotonic()
         try:
@@ -217,62 +191,64 @@ class Client:
                 if now - heard > self._terms.patience:
                     raise SwitchSilentError(f"no sums came for {self._terms.patience:g} s from switch {self._named()}")
                 if not progress:
-                    await_any([part.socket for part in self.parts], _TICK)
+                    packet.await_any([part.socket for part in self.parts], _TICK)
         except OSError as error:
             raise SwitchSilentError(f"switch {self._named()}: {error.strerror}") from None
 
     def close(self) -> None:
         for part in self.parts:
             if self._job is not None:
-                part.say(SwitchLeave(job=self._job))
+                part.say(packet.SwitchLeave(job=self._job))
             part.socket.close()
 
     def _receive(self) -> bool:
         """Takes what has come; returns whether any of it was new."""
-        before, given = self._worker.completed, list[Packets]()
+        before, given = self._worker.completed, list[packet.Packets]()
         for number, part in enumerate(self.parts):
             assert part.key is not None
             for array, _ in part.socket.receive():
-                sums, _ = decode(array, SUMMED, SWITCH, number, part.key)
+                sums, _ = packet.decode(array, packet.SUMMED, packet.SWITCH, number, part.key)
                 if sums.values is None or sums.values.shape[1] == self._terms.nbytes:
-                    whole = Packets(slots=sums.slots * len(self.parts) + number, rounds=sums.rounds, sides=sums.sides, values=sums.values)
+                    whole = packet.Packets(
+                        slots=sums.slots * len(self.parts) + number, rounds=sums.rounds, sides=sums.sides, values=sums.values
+                    )
                     given += self._worker.take(whole, time.monotonic())
-        self._send(Packets.join(given))
+        self._send(packet.Packets.join(given))
         return self._worker.completed > before
 
-    def _send(self, given: Iterable[Packets]) -> None:
+    def _send(self, given: Iterable[packet.Packets]) -> None:
         for each in given:
             for number, part in enumerate(self.parts):
                 assert part.key is not None
                 own = each if len(self.parts) == 1 else each.pick(each.slots % len(self.parts) == number)
                 if len(own):
-                    local = Packets(slots=own.slots // len(self.parts), rounds=own.rounds, sides=own.sides, values=own.values)
-                    part.socket.send(encode(local, GIVEN, self._rank, number, part.key))
+                    local = packet.Packets(slots=own.slots // len(self.parts), rounds=own.rounds, sides=own.sides, values=own.values)
+                    part.socket.send(packet.encode(local, packet.GIVEN, self._rank, number, part.key))
 
     def _until(
         self,
         seconds: float,
-        done: Callable[[_SwitchShare], bool],
-        ask: Callable[[_SwitchShare], Message],
-        hear: Callable[[_SwitchShare, Message], None] = lambda part, message: None,
-    ) -> None:
-        """Asks all parts again and again until all are done, or for so long."""
+        ask: Callable[[_SwitchShare], packet.Message | None],
+        hear: Callable[[_SwitchShare, packet.Message], None] = lambda part, message: None,
+    ) -> list[_SwitchShare]:
+        """Asks all parts again and again until there is nothing to ask (None), or for so long; returns those with an answer to come."""
         end = time.monotonic() + seconds
         while True:
             for part in self.parts:
                 for message in part.answers():
                     hear(part, message)
-            left = [part for part in self.parts if not done(part)]
-            for part in left:
-                part.say(ask(part))
+            left = [(part, question) for part in self.parts if (question := ask(part)) is not None]
+            for part, question in left:
+                part.say(question)
             wait = min(_ASK_AGAIN, end - time.monotonic())
             if not left or wait <= 0:
-                return
-            await_any([part.socket for part in left], wait)
+                return [part for part, _ in left]
+            packet.await_any([part.socket for part, _ in left], wait)
 
-    def _silent(self, done: Callable[[_SwitchShare], bool]) -> str | None:
-        silent = [part.place for part in self.parts if not done(part)]
-        return f"switch {', '.join(silent)} does not answer (is it running, and has it the same secret?)" if silent else None
+    @staticmethod
+    def _silent(left: Sequence[_SwitchShare]) -> str | None:
+        places = ", ".join(part.place for part in left)
+        return f"switch {places} does not answer (is it running, and has it the same secret?)" if left else None
 
     def _named(self) -> str:
         return ", ".join(part.place for part in self.parts)

@@ -49,19 +49,12 @@ _Hex = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
 
 @dataclass(frozen=True, kw_only=True)
 class Packets:
-    """Packets of one sender.
+    """Packets of one sender."""
 
-    Attributes:
-        slots: int64 [k].
-        rounds: int64 [k], how often the slot was used before in this job.
-        sides: int64 [k], the word beside the values: an exponent, or the next block.
-        values: uint8 [k, bytes], or None where only the sides are said.
-    """
-
-    slots: Array
-    rounds: Array
-    sides: Array
-    values: Array | None
+    slots: Array  # int64 [k]
+    rounds: Array  # int64 [k], how often the slot was used before in this job
+    sides: Array  # int64 [k], the word beside the values: an exponent, or the next block
+    values: Array | None  # uint8 [k, bytes], or None where only the sides are said
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -175,8 +168,7 @@ class Datagrams:
         Returns:
             uint8 [k, length] arrays of datagrams with one sender and length. They are valid until the next call.
 
-        Raises:
-            ConnectionRefusedError: nobody listens at the other end of a connected socket.
+        Raises ConnectionRefusedError: nobody listens at the other end of a connected socket.
         """
         found: list[tuple[int, int, int, Any]] = []  # begin, end, length, sender; what continues the one before is added to it
         at = 0
@@ -200,8 +192,7 @@ class Datagrams:
     def send(self, datagrams: Array, address: Any = None) -> None:
         """Sends uint8 [k, length]; waits while the kernel's buffer is full.
 
-        Raises:
-            ConnectionRefusedError: nobody listens at the other end of a connected socket.
+        Raises ConnectionRefusedError: nobody listens at the other end of a connected socket.
         """
         count, length = datagrams.shape
         step = max(1, min(_MOST_SEGMENTS, _MOST_BYTES // max(1, length))) if self._segments else 1

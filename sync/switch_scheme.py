@@ -46,13 +46,10 @@ class SwitchLink:
         speaks: whether this rank writes to the log.
         make: makes a client, for one attempt.
         patience: seconds for a switch's answers at the first call, and when a job is joined.
-
-    Attributes:
-        ready: whether it is up; the same on all ranks.
     """
 
     def __init__(self, speaks: bool, make: Callable[[], Client], name: str, patience: float) -> None:
-        self.ready = False
+        self.ready = False  # whether it is up; the same on all ranks
         self._speaks, self._make, self._name, self._patience = speaks, make, name, patience
         self._client: Client | None = None
         self._said: bool | None = None  # what the log has of it: up, or down
@@ -190,8 +187,7 @@ class SwitchScheme(Scheme, Generic[Gradient]):
     def _admit(self, tensor: torch.Tensor) -> Gradient:
         """A gradient as the scheme needs it, on the CPU.
 
-        Raises:
-            GradientError: a layout or dtype that is not accepted, or indices outside the shape.
+        Raises GradientError: a layout or dtype that is not accepted, or indices outside the shape.
         """
 
     @abstractmethod

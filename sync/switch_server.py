@@ -19,29 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from . import switch_packets as packet
 from .switch_adders import ADDERS, Adder
-from .switch_packets import (
-    GIVEN,
-    MARK,
-    MOST_RANKS,
-    SUMMED,
-    SWITCH,
-    Array,
-    Datagrams,
-    Envelope,
-    Join,
-    Joined,
-    Message,
-    Packets,
-    SwitchHello,
-    SwitchLeave,
-    SwitchRefused,
-    SwitchWelcome,
-    await_any,
-    decode,
-    encode,
-    job_key,
-)
 
 Address: TypeAlias = tuple[object, ...]
 _COOKIE_SECONDS = 60.0  # a cookie is good for one to two times as long
@@ -52,8 +31,8 @@ _PER_ROW = 40  # bytes beside the registers
 class PacketEffects:
     """Effects of packets that have come: ``everybody`` gets the sums that they completed, their sender those that it asked for again."""
 
-    everybody: list[Packets] = field(default_factory=list)
-    again: list[Packets] = field(default_factory=list)
+    everybody: list[packet.Packets] = field(default_factory=list)
+    again: list[packet.Packets] = field(default_factory=list)
 
 
 class Slots:
@@ -70,9 +49,6 @@ class Slots:
     Args:
         adder: registers, with two rows for each slot.
         largest: whether the sum's side word is the largest of those given, else the smallest.
-
-    Attributes:
-        counts: packets by what became of them.
     """
 
     def __init__(self, world: int, slots: int, adder: Adder, *, largest: bool) -> None:
@@ -84,9 +60,9 @@ class Slots:
         self._missing = np.repeat(np.array([world, 0]), slots)
         self._filled = np.zeros(2 * slots, np.bool_)  # whether any worker gave values
         self._side = np.zeros(2 * slots, np.int64)
-        self.counts: Counter[str] = adder.counts
+        self.counts: Counter[str] = adder.counts  # packets by what became of them
 
-    def take(self, rank: int, packets: Packets) -> PacketEffects:
+    def take(self, rank: int, packets: packet.Packets) -> PacketEffects:
         """Takes packets of one worker, in any order, and any of them again."""
         outcome = PacketEffects()
         inside = packets.slots < self._size
@@ -99,7 +75,7 @@ class Slots:
             self._take(rank, each, outcome)
         return outcome
 
-    def _distinct(self, packets: Packets) -> Packets:
+    def _distinct(self, packets: packet.Packets) -> packet.Packets:
         """Selects the packets that may matter, each once: what is recorded and sent a thousand times must not cost a thousand turns."""
         held = self._round[(packets.rounds & 1) * self._size + packets.slots]
         near = packets.pick((packets.rounds == held) | (packets.rounds == held + 2))
@@ -107,7 +83,7 @@ class Slots:
         self.counts["duplicate"] += len(packets) - len(found)
         return found
 
-    def _take(self, rank: int, packets: Packets, outcome: PacketEffects) -> None:
+    def _take(self, rank: int, packets: packet.Packets, outcome: PacketEffects) -> None:
         rows = (packets.rounds & 1) * self._size + packets.slots
         other = np.where(rows < self._size, rows + self._size, rows - self._size)
         held = self._round[rows]
@@ -128,7 +104,7 @@ class Slots:
         complete = self._missing[rows] == 0
         outcome.everybody += self._read(rows[complete], packets.pick(complete) if not complete.all() else packets)
 
-    def _add(self, rank: int, rows: Array, packets: Packets) -> None:
+    def _add(self, rank: int, rows: packet.Array, packets: packet.Packets) -> None:
         first = self._given[rows] == 0
         self._side[rows] = np.where(first, packets.sides, self._join(self._side[rows], packets.sides))
         self._given[rows] |= np.uint64(1) << np.uint64(rank)
@@ -145,7 +121,7 @@ class Slots:
             self._adder.add(rows[filled], packets.values[filled])
         self._filled[rows] = True
 
-    def _read(self, rows: Array, packets: Packets, copied: bool = False) -> Iterator[Packets]:
+    def _read(self, rows: packet.Array, packets: packet.Packets, copied: bool = False) -> Iterator[packet.Packets]:
         """The sums in these rows, those with values apart from those without.
 
         A sum that everybody is about to get stays in its row: nobody can be two rounds ahead of it. One that is given again has to be
@@ -159,7 +135,7 @@ class Slots:
                 sums = self._adder.read(some) if values else None
                 if copied and sums is not None:
                     sums = sums.copy()
-                yield Packets(slots=packets.slots[mask], rounds=packets.rounds[mask], sides=self._side[some], values=sums)
+                yield packet.Packets(slots=packets.slots[mask], rounds=packets.rounds[mask], sides=self._side[some], values=sums)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +159,7 @@ class SwitchJob:
     heard: when it was last heard of.
     """
 
-    wanted: Join
+    wanted: packet.Join
     slots: Slots
     key: AESGCM
     nbytes: int
@@ -211,14 +187,14 @@ class Jobs:
         """The job and the rank of the worker at an address, which anybody can write on a datagram."""
         return self._places.get(address)
 
-    def control(self, message: Message, address: Address, now: float) -> Message | None:
+    def control(self, message: packet.Message, address: Address, now: float) -> packet.Message | None:
         """Takes a message that is properly sealed; returns the reply, if it gets one."""
         match message:
-            case SwitchHello():
-                return SwitchWelcome(boot=self._boot, cookie=self._cookie(address, now), part=self.part, parts=self._parts)
-            case Join():
+            case packet.SwitchHello():
+                return packet.SwitchWelcome(boot=self._boot, cookie=self._cookie(address, now), part=self.part, parts=self._parts)
+            case packet.Join():
                 return self._join(message, address, now)
-            case SwitchLeave() if message.job in self._jobs:
+            case packet.SwitchLeave() if message.job in self._jobs:
                 self._end(message.job)
         return None
 
@@ -227,23 +203,23 @@ class Jobs:
         total = self._past + sum((job.slots.counts for job in self._jobs.values()), Counter[str]())
         return {"jobs": len(self._jobs), "jobs_over": self._over, "memory": self._used(), **total}
 
-    def _join(self, join: Join, address: Address, now: float) -> Message | None:
+    def _join(self, join: packet.Join, address: Address, now: float) -> packet.Message | None:
         cookies = (self._cookie(address, moment) for moment in (now, now - _COOKIE_SECONDS))
         if not any(hmac.compare_digest(join.cookie, cookie) for cookie in cookies):
             return None  # it can say hello again
         job = self._jobs.get(join.job)
         if (reason := self._objection(join, job, address, now)) is not None:
-            return SwitchRefused(job=join.job, reason=reason)
+            return packet.SwitchRefused(job=join.job, reason=reason)
         if job is None:
             adder = ADDERS[join.adder](2 * join.slots, join.nbytes)
             slots = Slots(join.world, join.slots, adder, largest=join.largest)
             job = self._jobs[join.job] = SwitchJob(
-                wanted=join, slots=slots, key=job_key(self._key, self._boot, join.job), nbytes=join.nbytes, heard=now
+                wanted=join, slots=slots, key=packet.job_key(self._key, self._boot, join.job), nbytes=join.nbytes, heard=now
             )
         self._move(address, job, join.rank)
-        return Joined(job=join.job, rank=join.rank)
+        return packet.Joined(job=join.job, rank=join.rank)
 
-    def _objection(self, join: Join, job: SwitchJob | None, address: Address, now: float) -> str | None:
+    def _objection(self, join: packet.Join, job: SwitchJob | None, address: Address, now: float) -> str | None:
         if job is not None:
             if join != job.wanted.model_copy(update={"cookie": join.cookie, "rank": join.rank}):
                 return "the ranks of the job ask for different things"
@@ -252,8 +228,8 @@ class Jobs:
             return None
         if join.adder not in ADDERS:
             return f"adder {join.adder!r}: this switch has {', '.join(ADDERS)}; use the same version on all sides"
-        if join.world > MOST_RANKS or join.rank >= join.world:
-            return f"rank {join.rank} of {join.world} workers: a job takes up to {MOST_RANKS}; use another scheme"
+        if join.world > packet.MOST_RANKS or join.rank >= join.world:
+            return f"rank {join.rank} of {join.world} workers: a job takes up to {packet.MOST_RANKS}; use another scheme"
         return self._make_room(_need(join), now)
 
     def _make_room(self, need: int, now: float) -> str | None:
@@ -287,7 +263,7 @@ class Jobs:
         return hmac.digest(self._key, b"cookie " + text.encode(), "sha256")[:16].hex()
 
 
-def _need(join: Join) -> int:
+def _need(join: packet.Join) -> int:
     """Bytes of a job's slots, two copies of each."""
     return 2 * join.slots * (_PER_ROW + int(join.nbytes * ADDERS[join.adder].register_bytes))
 
@@ -298,16 +274,13 @@ class SwitchServer:
     Args:
         listening: a bound UDP socket.
         part, parts: of the slots that this switch has, from 0 on.
-
-    Attributes:
-        counts: datagrams that were dropped before they came to a job, by reason.
     """
 
     def __init__(self, listening: socket.socket, key: bytes, limits: Limits | None = None, part: int = 0, parts: int = 1) -> None:
-        self._socket = Datagrams(listening)
-        self._envelope = Envelope(key)
+        self._socket = packet.Datagrams(listening)
+        self._envelope = packet.Envelope(key)
         self.jobs = Jobs(key, secrets.token_hex(16), limits or Limits(), part, parts)
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # datagrams that were dropped before they came to a job, by reason
 
     def report(self) -> dict[str, int]:
         """The counts of all jobs and of what was dropped."""
@@ -316,32 +289,32 @@ class SwitchServer:
     def serve(self, stop: socket.socket) -> None:
         """Serves until ``stop`` can be read."""
         while True:
-            if stop.fileno() in await_any([self._socket, stop]):
+            if stop.fileno() in packet.await_any([self._socket, stop]):
                 return
             self.take(self._socket.receive(), time.monotonic())
 
-    def take(self, received: Sequence[tuple[Array, Any]], now: float) -> None:
+    def take(self, received: Sequence[tuple[packet.Array, Any]], now: float) -> None:
         """Takes what has come. Sums that it completes are sent together: the fewer batches there are, the less work they make."""
-        by_sender: dict[tuple[Any, int], list[Array]] = {}
+        by_sender: dict[tuple[Any, int], list[packet.Array]] = {}
         for datagrams, sender in received:
-            if bytes(datagrams[0, : len(MARK)]) == MARK:
+            if bytes(datagrams[0, : len(packet.MARK)]) == packet.MARK:
                 for datagram in datagrams:
                     self._control(bytes(datagram), sender, now)
             else:
                 by_sender.setdefault((sender, datagrams.shape[1]), []).append(datagrams)
-        complete: dict[SwitchJob, list[Packets]] = {}
+        complete: dict[SwitchJob, list[packet.Packets]] = {}
         for (sender, _), parts in by_sender.items():
             self._add(np.concatenate(parts) if len(parts) > 1 else parts[0], sender, now, complete)
         for job, sums in complete.items():
             self._send(job, sums, list(job.members.values()))
 
-    def _add(self, datagrams: Array, sender: Any, now: float, complete: dict[SwitchJob, list[Packets]]) -> None:
+    def _add(self, datagrams: packet.Array, sender: Any, now: float, complete: dict[SwitchJob, list[packet.Packets]]) -> None:
         found = self.jobs.find(sender)
         if found is None:
             self.counts["stranger"] += len(datagrams)
             return
         job, rank = found
-        packets, wrong = decode(datagrams, GIVEN, rank, self.jobs.part, job.key)
+        packets, wrong = packet.decode(datagrams, packet.GIVEN, rank, self.jobs.part, job.key)
         if packets.values is not None and packets.values.shape[1] != job.nbytes:
             wrong, packets = wrong + len(packets), packets.pick(packets.slots < 0)
         self.counts["forged"] += wrong
@@ -351,9 +324,9 @@ class SwitchServer:
         self._send(job, outcome.again, [sender])
         complete.setdefault(job, []).extend(outcome.everybody)
 
-    def _send(self, job: SwitchJob, sums: Sequence[Packets], addresses: Sequence[Any]) -> None:
-        for each in Packets.join(sums):
-            datagrams = encode(each, SUMMED, SWITCH, self.jobs.part, job.key)
+    def _send(self, job: SwitchJob, sums: Sequence[packet.Packets], addresses: Sequence[Any]) -> None:
+        for each in packet.Packets.join(sums):
+            datagrams = packet.encode(each, packet.SUMMED, packet.SWITCH, self.jobs.part, job.key)
             for address in addresses:
                 try:
                     self._socket.send(datagrams, address)

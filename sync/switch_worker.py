@@ -35,19 +35,15 @@ class TensorStream(ABC):
 class PacketStream(TensorStream):
     """A tensor of which every packet is added up: each column's, one after the other.
 
-    Args:
-        packets: [k, ...].
-
-    Attributes:
-        sums: like ``packets``.
-        special: bool [k], the packets whose sums mean nothing, because some rank's values cannot be added there; the same on all ranks.
+    ``packets``: [k, ...].
     """
 
     def __init__(self, packets: Array, slots: int) -> None:
         self._packets, self._count = packets, len(packets)
         self.columns = min(slots, self._count)
         self._next = np.arange(self.columns)  # the packet that each column's next round gives
-        self.sums = np.empty_like(packets)
+        self.sums = np.empty_like(packets)  # like ``packets``
+        # bool [k], the packets whose sums mean nothing, because some rank's values cannot be added there; the same on all ranks
         self.special = np.zeros(self._count, np.bool_)
 
     def follow(self, columns: Array, sides: Array, values: Array | None) -> Iterable[tuple[Array, Array, Array | None]]:
@@ -98,10 +94,6 @@ class Worker:
     Args:
         nbytes: of a packet's values.
         parts: switches, which have the slots in turn; packets to different ones may overtake each other without a loss.
-
-    Attributes:
-        sent_again: packets that were sent more than once, all times but the first counted.
-        completed: rounds of all slots.
     """
 
     def __init__(self, slots: int, nbytes: int, parts: int = 1) -> None:
@@ -116,8 +108,8 @@ class Worker:
         self._stream: TensorStream | None = None
         self._columns = 0  # slots that the tensor uses
         self._timer = Timer()
-        self.sent_again = 0
-        self.completed = 0
+        self.sent_again = 0  # packets that were sent more than once, all times but the first counted
+        self.completed = 0  # rounds of all slots
 
     @property
     def done(self) -> bool:

@@ -73,8 +73,7 @@ def _waiting_process(run: str, host: str) -> Iterator[None]:
 def use(run: str, host: str, deadline: float) -> bool:
     """Makes the process that waits this host's agent, with this process's environment.
 
-    Args:
-        deadline: time of the monotonic clock until which it is waited for.
+    ``deadline``: time of the monotonic clock until which it is waited for.
 
     Returns:
         Whether an agent listens now. False: no process waits, it is of no use, or has failed.

@@ -16,21 +16,26 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.core.autopsy import REPORT, STACK, Doing, GroupTrail, RankFound, judge, printable_line, report
+from gemini_ft.core.autopsy import REPORT, STACK, Doing, RankFound, judge, printable_line, report
 from gemini_ft.errors import GeminiError
 from gemini_ft.hosts import is_readable
 from gemini_ft.ordered import on_thread
-from gemini_ft.wire.peer_messages import Autopsied, Examine, Examined, PeerMessage
+from gemini_ft.wire.peer_messages import Autopsied, Examine, Examined
 from gemini_ft.wire.private import open_log
 from gemini_ft.wire.worker_messages import SessionSpec, WriteRecord
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.commit.leader import Leader
+    from gemini_ft.agent.replication.gate import Gate
 
 STACKS_SECONDS = 1.0  # for workers to write down where their threads are
 _STOPPED_SECONDS = 0.3  # a stopped worker stays stopped for this time, in which the other hosts look at theirs
@@ -165,28 +170,17 @@ def _stacks_in(file: int, begin: int) -> str:
     return "\n\n".join(sorted(threads, key=lambda each: not each.startswith("Current thread")))[:STACK]
 
 
-async def log_stacks(worker: WorkerConnection, log: Callable[[str], None]) -> None:
+async def log_stacks(worker: WorkerConnection, context: StreamContext) -> None:
     for text in (await stacks({worker: doing_of(worker.pid)})).values():
         lines = "\n".join(map(printable_line, text.split("\n")))  # names of threads and files may be anything
-        log(f"rank {worker.rank} (pid {worker.pid}):\n{lines}")
+        context.log(f"rank {worker.rank} (pid {worker.pid}):\n{lines}")
 
 
 class Autopsy:
-    """This host's part in the autopsies of one session's job; another one begins ``WORD_SECONDS`` after a verdict at the earliest.
+    """This host's part in the autopsies of one session's job; another one begins ``WORD_SECONDS`` after a verdict at the earliest."""
 
-    Args:
-        send: tells the leader, on whichever host that is.
-        trails: the collectives that a rank of this host has entered; None: they are not observed.
-    """
-
-    def __init__(
-        self,
-        context: StreamContext,
-        spec: SessionSpec,
-        send: Callable[[PeerMessage], None],
-        trails: Callable[[int], tuple[GroupTrail, ...] | None],
-    ) -> None:
-        self._context, self._spec, self._send, self._trails = context, spec, send, trails
+    def __init__(self, context: StreamContext, spec: SessionSpec, gate: Gate) -> None:
+        self._context, self._spec, self._gate = context, spec, gate
         self._found: list[RankFound] = []
         self._has_begun = False
         self._is_over = asyncio.Event()
@@ -225,7 +219,7 @@ class Autopsy:
                 pid, doing = worker.pid, Doing.LEFT if worker.parting == "goodbye" else doing_of(worker.pid)
                 if worker.alive:
                     alive[worker] = doing
-            self._found.append(RankFound(rank=rank, host=context.host.name, pid=pid, doing=doing, trails=self._trails(rank)))
+            self._found.append(RankFound(rank=rank, host=context.host.name, pid=pid, doing=doing, trails=self._gate.trails(rank)))
         is_asked = self._spec.hosts[:1] == [context.host.name]  # NCCL's account is about all ranks
         found, nccl = await asyncio.gather(
             stacks(alive), said_by_nccl([worker.pid for worker in alive]) if is_asked else asyncio.sleep(0, "")
@@ -237,7 +231,7 @@ class Autopsy:
             is_passing = each.doing is Doing.KERNEL and doing_of(each.pid) is not Doing.KERNEL  # it was at a disk just then
             doing = Doing.ASLEEP if is_passing else each.doing
             self._found[at] = replace(each, doing=doing, stack=texts.get(each.rank, ""))
-        self._send(Examined(host=context.host.name, ranks=self._found))
+        self._context.report(Examined(host=context.host.name, ranks=self._found))
 
     def conclude(self, told: Autopsied) -> None:
         """Takes the first verdict: into a report beside the agent's log, the log, the events, the status, and to the workers."""
@@ -266,25 +260,25 @@ class Inquest:
         self._quiet_until = math.inf  # as in `Autopsy`
         self._tasks = Tasks()
 
-    def hear(self, found: Examined, tell: Callable[[PeerMessage], None]) -> None:
-        """Takes the findings of a host, about its own ranks; ``tell`` tells all hosts."""
+    def hear(self, found: Examined, leader: Leader) -> None:
+        """Takes the findings of a host, about its own ranks, and has the leader tell all hosts."""
         if time.monotonic() > self._quiet_until:
             self._found, self._all, self._quiet_until = {}, asyncio.Event(), math.inf
         hosts, has_begun = self._spec.hosts, bool(self._found)
         own = {each.rank: each.cut() for each in found.ranks if hosts[each.rank : each.rank + 1] == [found.host] == [each.host]}
         self._found.setdefault(found.host, list(own.values()))
         if not has_begun:
-            tell(Examine())
-            self._tasks.spawn(self._conclude(tell))
+            leader.tell(Examine())
+            self._tasks.spawn(self._conclude(leader))
         if self._found.keys() >= {*hosts}:
             self._all.set()
 
-    async def _conclude(self, tell: Callable[[PeerMessage], None]) -> None:
+    async def _conclude(self, leader: Leader) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HOSTS_SECONDS):
                 await self._all.wait()
         self._quiet_until = time.monotonic() + WORD_SECONDS
-        tell(verdict_of(self._spec, self._run, [each for found in self._found.values() for each in found]))
+        leader.tell(verdict_of(self._spec, self._run, [each for found in self._found.values() for each in found]))
 
     def close(self) -> None:
         self._tasks.cancel()

@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from gemini_ft.agent.figures import Measures
 from gemini_ft.agent.memory.budget import Budget
@@ -17,27 +17,29 @@ from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.workers import WorkerConnection
-from gemini_ft.core.effects import Effect
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, ConfigError, printable
 from gemini_ft.events import EventLog
 from gemini_ft.wire.messages import Notice
-from gemini_ft.wire.peer_messages import Claims, PeerMessage
+from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.worker_messages import Custody, SessionSpec, ToWorker
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.stream import Stream
 
 
 class Custodians:
     """The custodians of one stream on one host. ``workers``: of the present incarnation, by rank."""
 
-    def __init__(self, workers: Callable[[], Iterable[WorkerConnection]]) -> None:
+    def __init__(self, workers: Mapping[int, WorkerConnection]) -> None:
         self._workers = workers
         self._keepers: dict[int, WorkerConnection] = {}  # id of a replica's memory -> the worker that keeps its descriptor
 
     def entrust(self, memory: SlotMemory) -> None:
         """Lets a local worker keep a replica's descriptor, unless one does: one worker per owner, spread over many owners."""
         keeper = self._keepers.get(id(memory))
-        workers = sorted((worker for worker in self._workers() if worker.alive), key=lambda worker: worker.rank)
+        workers = sorted((worker for worker in self._workers.values() if worker.alive), key=lambda worker: worker.rank)
         if workers and (keeper is None or keeper not in workers):
             keeper = workers[memory.shape.owner % len(workers)]
             self._keepers[id(memory)] = keeper
@@ -61,30 +63,20 @@ _COUNTED = "committed", "aborted", "damaged", "replica_bytes", "uploads", "faile
 
 
 class RunContext:
-    """One run on one host: what all its streams there have in common.
-
-    Attributes:
-        run_id: id of the run.
-        host: id of the host.
-        secret: known to all agents of the run; empty until a worker brings it.
-        budget: bytes that the slots of all streams may take.
-        files: where slots are made; None: in memory without a name.
-        leaving: launchers (process id, beginning) of a drained host: the workers that they start meanwhile have to leave as well.
-        metrics: address at which figures are served; empty: none yet; None: they are not asked for.
-        has_page: whether the web page is served there, too.
-        spares: hosts that wait to take another's place, and those that the job lacks, as the launcher here sees; None: it has not said.
-        account: gives this agent's account of itself, but for what never leaves the host.
-    """
+    """One run on one host: what all its streams there have in common."""
 
     def __init__(self, run_id: str, host: str, files: SlotFiles | None = None) -> None:
-        self.run_id, self.host, self.files = run_id, host, files
-        self.secret = b""
-        self.budget = Budget(None)
+        self.run_id, self.host = run_id, host
+        self.files = files  # where slots are made; None: in memory without a name
+        self.secret = b""  # known to all agents of the run; empty until a worker brings it
+        self.budget = Budget(None)  # bytes that the slots of all streams may take
+        # Launchers (process id, beginning) of a drained host: the workers that they start meanwhile have to leave as well.
         self.leaving: set[tuple[int, int]] = set()
-        self.metrics: str | None = None
-        self.has_page = False
+        self.metrics: str | None = None  # address at which figures are served; empty: none yet; None: they are not asked for
+        self.has_page = False  # whether the web page is served there, too
+        # Hosts that wait to take another's place, and those that the job lacks, as the launcher here sees; None: it has not said.
         self.spares: dict[str, int] | None = None
-        self.account: Callable[[], dict[str, Any]] = dict
+        self.account: Callable[[], dict[str, Any]] = dict  # this agent's account of itself, but for what never leaves the host
 
     def log(self, text: str) -> None:
         lines = "\n    ".join(map(printable, text.splitlines()))  # no text passes for another line
@@ -93,38 +85,25 @@ class RunContext:
 
 
 class StreamContext:
-    """One stream on one host, as the parts that send, receive, serve and store its shards see it.
+    """One stream on one host, as the parts that send, receive, serve and store its shards see it."""
 
-    Args:
-        perform: carries out effects of the protocol on this host.
-        report: sends a message to the leader.
-
-    Attributes:
-        spec: the present session, or the last one; None: there has been none.
-        host: this host's part of the protocol.
-        encrypt: whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent.
-        hang: the verdict on the hang that the job is in, or that ended this session, as in its event; None: there is none.
-        stragglers: ranks that are slow now, as the leader has said.
-        workers: rank -> its worker, which may be one of the past.
-        slot_store: the memory of all slots.
-        custodians: the workers that keep replicas' memory safe.
-        counters: figures for ``gemini status``.
-        measures: figures that ``gemini top``, ``gemini watch`` and ``/metrics`` need besides.
-    """
-
-    def __init__(self, name: str, run: RunContext, perform: Callable[[list[Effect]], None], report: Callable[[PeerMessage], None]) -> None:
-        self.name, self.run, self.perform, self.report = name, run, perform, report
-        self.spec: SessionSpec | None = None
+    def __init__(self, name: str, run: RunContext, stream: Stream) -> None:
+        self.name, self.run = name, run
+        self.perform = stream.perform  # carries out effects of the protocol on this host
+        self.report = stream.report  # sends a message to the leader
+        self.spec: SessionSpec | None = None  # the present session, or the last one; None: there has been none
+        # whether payloads between hosts are to be; as the job that runs has it, which may not be the one that started this agent
         self.encrypt = True
+        # the verdict on the hang that the job is in, or that ended this session, as in its event; None: there is none
         self.hang: dict[str, Any] | None = None
         self._hung_at: Version | None = None  # the newest version that was under way here then
-        self.stragglers: list[int] = []
-        self.host = Host(name=run.host)
-        self.workers: dict[int, WorkerConnection] = {}
-        self.custodians = Custodians(self.workers.values)
-        self.slot_store = SlotStore(self.host, run.budget, self.log, self.custodians.take_back, run.files, self.note_damage)
-        self.counters = dict.fromkeys(_COUNTED, 0)
-        self.measures = Measures()
+        self.stragglers: list[int] = []  # ranks that are slow now, as the leader has said
+        self.host = Host(name=run.host)  # this host's part of the protocol
+        self.workers: dict[int, WorkerConnection] = {}  # rank -> its worker, which may be one of the past
+        self.custodians = Custodians(self.workers)  # the workers that keep replicas' memory safe
+        self.slot_store = SlotStore(self)  # the memory of all slots
+        self.counters = dict.fromkeys(_COUNTED, 0)  # figures for ``gemini status``
+        self.measures = Measures()  # figures that ``gemini top``, ``gemini watch`` and ``/metrics`` need besides
 
     def log(self, text: str) -> None:
         self.run.log(f"[{self.name}] {text}")

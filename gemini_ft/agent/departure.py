@@ -74,21 +74,16 @@ _UNKNOWN = "the leader's word on the last upload has not come; whether it has be
 
 
 class Departure:
-    """The reasons to stay and to go, as workers and launchers have given them.
-
-    Attributes:
-        linger: seconds for which the agent stays without a worker, as the last worker has said. Until one comes, at least those that
-            whoever has started the agent may take: an agent that left before would take the memory it has inherited along.
-        idle_since: when the last worker was seen, on the monotonic clock.
-        follows: whether it leaves after its workers, as it was told to end while they are drained.
-    """
+    """The reasons to stay and to go, as workers and launchers have given them."""
 
     def __init__(self, streams: Mapping[str, Stream], workers: Set[WorkerConnection], launches: Launches) -> None:
         self._streams, self._workers, self._launches = streams, workers, launches
+        # seconds for which the agent stays without a worker, as the last worker has said. Until one comes, at least those that whoever has
+        # started the agent may take: an agent that left before would take the memory it has inherited along.
         self.linger = max(load_config().linger, START_TIMEOUT)
-        self.idle_since = time.monotonic()
+        self.idle_since = time.monotonic()  # when the last worker was seen, on the monotonic clock
         self._asked_to_leave = False
-        self.follows = False
+        self.follows = False  # whether it leaves after its workers, as it was told to end while they are drained
         self._interrupted: set[WorkerConnection] = set()  # by Ctrl-C: the other workers will follow, and the job does not come back
         self._finished: set[WorkerConnection] = set()  # have finished their work, and not said how their processes end
         self._ended: set[int] = set()  # process ids of those that have ended well, since the last worker came

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TYPE_CHECKING
 
 from gemini_ft.agent.autopsy import doing_of
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.autopsy import Doing
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.requests import Requests
 
 _FIRST_STEPS = 3  # compilation, caches and lazy state make the first steps slow
 _DEFAULT = 300.0  # seconds
@@ -76,14 +79,10 @@ class HangDetector:
 
 
 class HangWatch:
-    """Judges all workers of this host, and kills those that hang.
+    """Judges all workers of this host, and kills those that hang, once ``requests`` has looked at why."""
 
-    Args:
-        examine: looks, in bounded time, at why a worker hangs, before it is killed.
-    """
-
-    def __init__(self, log: Callable[[str], None], examine: Callable[[WorkerConnection], Awaitable[None]]) -> None:
-        self._log, self._examine = log, examine
+    def __init__(self, requests: Requests) -> None:
+        self._requests = requests
         self.killed = 0  # workers
         self._detectors: dict[WorkerConnection, HangDetector] = {}
         self._tasks = Tasks()
@@ -109,7 +108,7 @@ class HangWatch:
         if worker in self._detectors:
             self._detectors[worker].progress(time.monotonic(), suspended)
             if worker.parting == "hang":
-                self._log(f"rank {worker.rank} (pid {worker.pid}) makes progress again, and is not killed")
+                self._requests.log(f"rank {worker.rank} (pid {worker.pid}) makes progress again, and is not killed")
                 worker.parting = ""
 
     def kill_hanging(self) -> None:
@@ -117,7 +116,9 @@ class HangWatch:
         for worker, detector in list(self._detectors.items()):
             silent = detector.hangs(now)
             if silent is not None and worker.alive and worker.parting != "hang" and not (detector.starting and self._trains(worker.pid)):
-                self._log(f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it")
+                self._requests.log(
+                    f"rank {worker.rank} (pid {worker.pid}) made no progress for {silent:.1f} s ({detector.reason}): killing it"
+                )
                 if doing_of(worker.pid) is Doing.STOPPED:  # the autopsy wakes it, so that progress would prove nothing
                     del self._detectors[worker]
                 worker.parting, worker.stood = "hang", silent
@@ -125,7 +126,7 @@ class HangWatch:
 
     async def _kill(self, worker: WorkerConnection) -> None:
         try:
-            await self._examine(worker)
+            await self._requests.examine(worker)
         finally:
             if worker.parting == "hang":  # it has neither left nor made progress meanwhile
                 self.killed += 1

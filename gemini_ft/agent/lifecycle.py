@@ -66,8 +66,7 @@ def log_path(run: str, host: str) -> Path:
 def has_left(run: str, host: str) -> bool:
     """Whether the last agent of ``run`` on ``host`` has said in its log that it leaves; one that was killed has not.
 
-    Raises:
-        OSError: there is no log, or it cannot be read.
+    Raises OSError: there is no log, or it cannot be read.
     """
     with log_path(run, host).open("rb") as log:
         log.seek(max(0, os.fstat(log.fileno()).st_size - _END_BYTES))
@@ -363,8 +362,7 @@ def leave(run: str, host: str | None = None) -> bool:
 def job_finished(run: str, *, stores: bool) -> str:
     """Tells the agent, for the launcher, that the job has ended well; waits for the last upload, as long as the agent answers.
 
-    Args:
-        stores: whether the job has a storage. Its agent stays until it was asked, so its absence means that the last step may be lost.
+    ``stores``: whether the job has a storage. Its agent stays until it was asked, so its absence means that the last step may be lost.
 
     Returns:
         The reason why storage lacks the last step, or may lack it; empty if it does not.

@@ -16,18 +16,8 @@ import sys
 import time
 
 from gemini_ft import failpoints
-from gemini_ft.agent import ahead
+from gemini_ft.agent import ahead, lifecycle
 from gemini_ft.agent.context import RunContext
-from gemini_ft.agent.lifecycle import (
-    LEAVING,
-    is_listening,
-    keep_to,
-    leave_no_core,
-    raise_descriptor_limit,
-    set_oom_score,
-    socket_name,
-    yield_to_training,
-)
 from gemini_ft.agent.memory.slot_files import SlotFiles, lock
 from gemini_ft.agent.metrics_page import MetricsPage
 from gemini_ft.agent.requests import Requests
@@ -73,12 +63,12 @@ async def _serve(run: RunContext, streams: Streams, listener: socket.socket) -> 
         stream.close_session()
     if run.files is not None and not makes_way:
         run.files.clear()
-    run.log(LEAVING)
+    run.log(lifecycle.LEAVING)
 
 
 def _bind(run: str, host: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    listener.bind(socket_name(run, host))
+    listener.bind(lifecycle.socket_name(run, host))
     listener.listen(256)
     return listener
 
@@ -86,12 +76,11 @@ def _bind(run: str, host: str) -> socket.socket:
 def _claim(files: SlotFiles, run: str, host: str) -> int | None:
     """The folder's identity file, once no other agent is at work there; None: one is, and can be reached.
 
-    Raises:
-        ConfigError: there is one that cannot be reached from here.
+    Raises ConfigError: there is one that cannot be reached from here.
     """
     end = time.monotonic() + _PARTING
     while (identity := files.claim()) is None:
-        if is_listening(run, host):
+        if lifecycle.is_listening(run, host):
             return None
         if time.monotonic() > end:
             raise ConfigError(
@@ -120,12 +109,12 @@ def main(argv: list[str] | None = None) -> int:
     if options.ahead and not ahead.wait(options.run, options.host):
         return 0
     failpoints.arm(options.run, options.host)
-    raise_descriptor_limit()
-    leave_no_core()
-    yield_to_training()
+    lifecycle.raise_descriptor_limit()
+    lifecycle.leave_no_core()
+    lifecycle.yield_to_training()
     if (processors := load_config().agent_cpus) is not None:
-        keep_to(processors)
-    set_oom_score(0)  # a worker that restarted us has raised its own
+        lifecycle.keep_to(processors)
+    lifecycle.set_oom_score(0)  # a worker that restarted us has raised its own
 
     async def run() -> None:
         folder = load_config().memory.folder

@@ -12,14 +12,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TYPE_CHECKING
 
 from gemini_ft import failpoints
-from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.lifecycle import yield_to_training
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.pacing import end_of
 from gemini_ft.agent.replication.receive import REPLICA_SLOTS, Inbound, may_be_written_by_another, shape_of
-from gemini_ft.agent.replication.send import Outbound
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.roots import checksum
@@ -29,18 +28,17 @@ from gemini_ft.wire.messages import Chunk, kind_of
 from gemini_ft.wire.peer_messages import UploadSoon
 from gemini_ft.wire.worker_messages import Copied, GiveUp, Landed, Queued, Request, Reserve, Reserved, StopAfterStep, ToAgent
 
+if TYPE_CHECKING:
+    from gemini_ft.agent.stream import Stream
+
 _MOST = 32  # threads; one forms about 6 GB/s, and a copy is as good as lost if its checksums take longer than a step
 
 
 class Hashing:
-    """One shard on its way from a device into its slot.
+    """One shard on its way from a device into its slot; ``shards`` hears of each chunk, on the event loop, in any order."""
 
-    Args:
-        on_chunk: called with number, offset, bytes and checksum of each chunk, on the event loop, in any order.
-    """
-
-    def __init__(self, memory: SlotMemory, version: Version, on_chunk: Callable[[int, int, int, int], None]) -> None:
-        self.memory, self.version, self._on_chunk = memory, version, on_chunk
+    def __init__(self, shards: OwnShards, owner: int, memory: SlotMemory, version: Version) -> None:
+        self._shards, self._owner, self.memory, self.version = shards, owner, memory, version
         self._cuts = memory.cuts(extras_bytes=0)
         self._next = 0  # the first chunk that is not known to be there
         self._pending = 0
@@ -70,7 +68,7 @@ class Hashing:
     def _formed(self, index: int, offset: int, nbytes: int, digest: int) -> None:
         self._pending -= 1
         try:
-            self._on_chunk(index, offset, nbytes, digest)
+            self._shards.hashed(self._owner, self, (index, offset, nbytes, digest))
         finally:
             self._end()
 
@@ -91,15 +89,10 @@ def _pool() -> ThreadPoolExecutor:
 
 
 class OwnShards:
-    """The shards that workers of this host copy into their slots.
+    """The shards that workers of this host copy into their slots. ``inbound`` has replicas that a worker can keep, as soon as one comes."""
 
-    Args:
-        inbound: has replicas that a worker can keep, as soon as one comes.
-        outbound: the sending side of the present session.
-    """
-
-    def __init__(self, context: StreamContext, inbound: Inbound, outbound: Callable[[], Outbound]) -> None:
-        self._context, self._inbound, self._outbound = context, inbound, outbound
+    def __init__(self, stream: Stream, inbound: Inbound) -> None:
+        self._stream, self._context, self._inbound = stream, stream.context, inbound
         self._tasks = Tasks()
         self._hashing: dict[int, Hashing] = {}  # owner -> its shard on the way from a device, or the last one
 
@@ -179,7 +172,7 @@ class OwnShards:
 
     def _put(self, owner: int, memory: SlotMemory, index: int, offset: int, nbytes: int, digest: int) -> None:
         memory.put_chunk(index, offset, nbytes, digest)
-        for link in self._outbound().links_of(owner):
+        for link in self._stream.session.outbound.links_of(owner):
             link.chunk_ready()
 
     def _landed(self, owner: int, landed: Landed) -> None:
@@ -190,13 +183,13 @@ class OwnShards:
             return
         hashing = self._hashing.get(owner)
         if hashing is None or (hashing.memory, hashing.version) != (memory, version):
-
-            def note(index: int, offset: int, nbytes: int, digest: int) -> None:
-                if self._context.slot_store.writing(owner, version) is memory:
-                    self._put(owner, memory, index, offset, nbytes, digest)
-
-            hashing = self._hashing[owner] = Hashing(memory, version, note)
+            hashing = self._hashing[owner] = Hashing(self, owner, memory, version)
         hashing.landed(landed.upto)
+
+    def hashed(self, owner: int, hashing: Hashing, chunk: tuple[int, int, int, int]) -> None:
+        """Takes number, offset, bytes and checksum of a chunk, unless its shard was given up meanwhile."""
+        if self._context.slot_store.writing(owner, hashing.version) is hashing.memory:
+            self._put(owner, hashing.memory, *chunk)
 
     def when_formed(self, owner: int, call: Callable[[], None]) -> None:
         """Calls ``call`` when what the owner has said of its copy counts: at once, or when the checksums are there."""
@@ -226,5 +219,5 @@ class OwnShards:
             context.perform(context.host.give_up(owner, version, "its checksums did not come here as they left the worker"))
             return
         failpoints.reached("agent_copied", version.iteration, owner)
-        self._outbound().copied(owner, version, end_of(owner, memory, message.digest))
+        self._stream.session.outbound.copied(owner, version, end_of(owner, memory, message.digest))
         context.perform(context.host.completed(owner, version, memory.shape.layout_hash, message.digest, memory.root))

@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.context import StreamContext
 
 _EVERY = 10.0  # seconds between two lines in the log
 
@@ -20,9 +23,9 @@ class TransferProgress:
         done: bytes transferred so far.
     """
 
-    def __init__(self, what: str, total: int, log: Callable[[str], None]) -> None:
+    def __init__(self, what: str, total: int, context: StreamContext) -> None:
         self.what, self.total, self.done = what, total, 0
-        self._log, self._began = log, time.monotonic()
+        self._log, self._began = context.log, time.monotonic()
         self._said = self._began
         self._lock = threading.Lock()
 
@@ -53,15 +56,10 @@ _REASONS = 8  # that are told of one outage
 
 @dataclass
 class Outage:
-    """The time in which an operation does not work.
+    """The time in which an operation does not work."""
 
-    Attributes:
-        since: its beginning, on the system's clock.
-        error: the newest.
-    """
-
-    since: float
-    error: str = ""
+    since: float  # its beginning, on the system's clock
+    error: str = ""  # the newest
     _told: set[str] = field(default_factory=set, init=False)  # reasons of which the user has heard
 
     def again(self, error: str) -> bool:

@@ -19,56 +19,21 @@ from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.errors import AgentError, GeminiError, ProtocolError, SecretError, SupersededError
 from gemini_ft.hosts import machine_id
+from gemini_ft.wire import worker_messages as wire
 from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.messages import PROTOCOL_VERSION, kind_of
 from gemini_ft.wire.trust import fingerprint
-from gemini_ft.wire.worker_messages import (
-    Adopt,
-    AskDrain,
-    Draining,
-    Ended,
-    GetInventory,
-    GetStatus,
-    Goodbye,
-    Hello,
-    HostInfo,
-    Inventory,
-    Launch,
-    Leave,
-    Map,
-    Mapped,
-    Noted,
-    Opened,
-    OpenSession,
-    Over,
-    Ping,
-    Pong,
-    Progress,
-    Request,
-    Stage,
-    Staged,
-    Status,
-    StreamInfo,
-    TellSpares,
-    ToAgent,
-    Verified,
-    Verify,
-    Visit,
-    Visited,
-    Watch,
-    Welcome,
-)
 
 
 class Requests:
-    """The `Office` of this host's agent."""
+    """The part of an agent that answers workers."""
 
     def __init__(self, run: RunContext, streams: Streams) -> None:
         self._run, self._streams = run, streams
         self._workers: set[WorkerConnection] = set()
         self._over: set[WorkerConnection] = set()  # still connected, but have said that their attempt is over
         self._launches = Launches()
-        self.hangs = HangWatch(run.log, lambda worker: self._stream(worker).examine(worker))
+        self.hangs = HangWatch(self)
         self.departure = Departure(streams.by_name, self._workers, self._launches)
         self._domain, self._began = "", time.time()
         self._agent_timeout = 0.0  # as the job has it; this agent only repeats it to its watchmen
@@ -76,68 +41,76 @@ class Requests:
         self.log = run.log
         run.account = self._account
 
-    def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None:
-        if not isinstance(message, Ping):  # which a thread sends that never hangs
+    def on_worker_message(self, worker: WorkerConnection, message: wire.ToAgent, fds: list[int]) -> None:
+        if not isinstance(message, wire.Ping):  # which a thread sends that never hangs
             self.hangs.heard(worker)
             if worker in self._over:  # a thread that the attempt has left behind may ask, and must get no slot
                 for fd in fds:
                     os.close(fd)
                 raise SupersededError("this process has said that its attempt is over")
         match message:
-            case Hello():
+            case wire.Hello():
                 self._hello(worker, message)
-            case GetStatus():
-                worker.send(Status(call=message.call, document=json.dumps(self.status())))
-            case Visit():
+            case wire.GetStatus():
+                worker.send(wire.Status(call=message.call, document=json.dumps(self.status())))
+            case wire.Visit():
                 worker.send(self._visited(message))
-            case AskDrain():
+            case wire.AskDrain():
                 worker.send(self._drain(message))
-            case Ended(refused=refused):
+            case wire.Ended(refused=refused):
                 self._ended(worker.pid, refused)
-                worker.send(Noted(call=message.call))
-            case TellSpares(waiting=waiting, lacking=lacking):
+                worker.send(wire.Noted(call=message.call))
+            case wire.TellSpares(waiting=waiting, lacking=lacking):
                 self._run.spares = {"waiting": waiting, "lacking": lacking}
-                worker.send(Noted(call=message.call))
-            case Leave(finished=finished):
+                worker.send(wire.Noted(call=message.call))
+            case wire.Leave(finished=finished):
                 self.departure.ask(worker, finished)
                 if finished:
                     for stream in self._streams.by_name.values():
                         stream.finish_unclosed()
-            case Ping():
-                worker.send(Pong(agent_timeout=self._agent_timeout))
-            case Adopt(shared=shared):
+            case wire.Ping():
+                worker.send(wire.Pong(agent_timeout=self._agent_timeout))
+            case wire.Adopt(shared=shared):
                 self._streams.adopt(fds, shared, SlotDonor(worker, message.incarnation) if worker.stream else None)
             case _ if not worker.stream:
                 raise AgentError(f"{kind_of(message)!r} before hello")
-            case GetInventory():
+            case _:
+                self._on_member_message(worker, message, fds)
+
+    def _on_member_message(self, worker: WorkerConnection, message: wire.ToAgent, fds: list[int]) -> None:
+        """Takes a message of a worker that has said hello."""
+        match message:
+            case wire.GetInventory():
                 stream = self._stream(worker)
                 stream.seal(worker)
-                worker.send(Inventory(call=message.call, slots=stream.context.slot_store.inventory(), given_up=sorted(stream.given_up)))
-            case OpenSession():
+                worker.send(
+                    wire.Inventory(call=message.call, slots=stream.context.slot_store.inventory(), given_up=sorted(stream.given_up))
+                )
+            case wire.OpenSession():
                 self._open_session(worker, message)
-            case Verify() | Stage():
+            case wire.Verify() | wire.Stage():
                 self._tasks.spawn(self._answer(worker, message))
-            case Map():
+            case wire.Map():
                 self._map(worker, message)
-            case Goodbye():
+            case wire.Goodbye():
                 self._goodbye(worker, message)
-            case Over(failed=failed):
+            case wire.Over(failed=failed):
                 worker.end("failed" if failed else "goodbye")
                 self._over.add(worker)
                 self._lost(worker, "has ended its attempt")
-            case Watch():
+            case wire.Watch():
                 page = ControlPage.take(*fds)
                 try:
                     self._current(worker).session.outbound.gate.watch(worker.rank, page)
                 except SupersededError:
                     page.close()
                     raise
-            case Progress(iteration=iteration, suspended=suspended):
+            case wire.Progress(iteration=iteration, suspended=suspended):
                 self._current(worker).reached(iteration)
                 self.hangs.progress(worker, suspended)
             case _:
                 stream = self._current(worker)
-                if isinstance(message, Request):
+                if isinstance(message, wire.Request):
                     self.hangs.progress(worker)
                     stream.reached(message.iteration, message.held)
                 stream.on_worker_message(worker, message)
@@ -169,12 +142,16 @@ class Requests:
         self._stream(worker).worker_lost(worker)
         self._stream(worker).unseal(worker)
 
+    async def examine(self, worker: WorkerConnection) -> None:
+        """Looks, in bounded time, at why a worker hangs, before it is killed."""
+        await self._stream(worker).examine(worker)
+
     # -- answers
 
     def _stream(self, worker: WorkerConnection) -> Stream:
         return self._streams.by_name[worker.stream]
 
-    def _open_session(self, worker: WorkerConnection, message: OpenSession) -> None:
+    def _open_session(self, worker: WorkerConnection, message: wire.OpenSession) -> None:
         stream = self._stream(worker)
         stream.check_inventory(worker)
         worker.incarnation = message.spec.incarnation
@@ -186,25 +163,25 @@ class Requests:
             stream.perform(stream.context.host.arrived(worker.rank, stream.context.version(message.reached)))
         self._streams.remember()
         self.hangs.open(worker, message.spec.hang_timeout, message.readopt)
-        worker.send(Opened(call=message.call))
+        worker.send(wire.Opened(call=message.call))
 
-    async def _answer(self, worker: WorkerConnection, message: Verify | Stage) -> None:
+    async def _answer(self, worker: WorkerConnection, message: wire.Verify | wire.Stage) -> None:
         """Gives an answer that takes time; an error meanwhile becomes the answer."""
         stream = self._stream(worker)
         try:
-            if isinstance(message, Verify):
+            if isinstance(message, wire.Verify):
                 sound = await stream.context.slot_store.verify(message.version)
-                worker.send(Verified(call=message.call, version=message.version, sound=sound))
+                worker.send(wire.Verified(call=message.call, version=message.version, sound=sound))
             else:
                 await stream.stagings.stage(message)
-                worker.send(Staged(call=message.call, owner=message.owner, version=message.version))
+                worker.send(wire.Staged(call=message.call, owner=message.owner, version=message.version))
         except GeminiError as error:
             worker.refuse(message, error)
         except Exception as error:
             self._run.log(traceback.format_exc())
             worker.refuse(message, AgentError(f"the agent failed at {kind_of(message)!r}: {type(error).__name__}: {error}"))
 
-    def _hello(self, worker: WorkerConnection, hello: Hello) -> None:
+    def _hello(self, worker: WorkerConnection, hello: wire.Hello) -> None:
         if hello.protocol != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"this agent speaks protocol {PROTOCOL_VERSION}, the worker {hello.protocol}: another gemini-ft started it, and only that "
@@ -233,14 +210,14 @@ class Requests:
         self._streams.named(hello.stream).context.encrypt = hello.encrypt
         self._tasks.spawn(self._welcome(worker, hello))
 
-    async def _welcome(self, worker: WorkerConnection, hello: Hello) -> None:
+    async def _welcome(self, worker: WorkerConnection, hello: wire.Hello) -> None:
         try:
             await self._streams.listen(hello)
         except GeminiError as error:
             worker.refuse(hello, error)
             return
         assert self._streams.address is not None
-        info = HostInfo(
+        info = wire.HostInfo(
             host=self._run.host,
             machine=machine_id(),
             address=self._streams.address,
@@ -254,7 +231,7 @@ class Requests:
         stream = self._stream(worker)
         last = stream.last_spec
         worker.send(
-            Welcome(
+            wire.Welcome(
                 call=hello.call,
                 info=info,
                 secret=self._run.secret,
@@ -269,12 +246,12 @@ class Requests:
             )
         )
 
-    def _map(self, worker: WorkerConnection, message: Map) -> None:
+    def _map(self, worker: WorkerConnection, message: wire.Map) -> None:
         stream = self._stream(worker)
         for (owner, _), memory in stream.context.slot_store.memory.items():
             if owner == message.owner and memory.version == message.version:
                 shape = memory.shape
-                mapped = Mapped(
+                mapped = wire.Mapped(
                     call=message.call,
                     owner=message.owner,
                     version=message.version,
@@ -286,7 +263,7 @@ class Requests:
                 return
         raise AgentError(f"host {self._run.host} has no copy of rank {message.owner}'s shard of {message.version} any more")
 
-    def _goodbye(self, worker: WorkerConnection, message: Goodbye) -> None:
+    def _goodbye(self, worker: WorkerConnection, message: wire.Goodbye) -> None:
         self.hangs.end(worker)
         worker.parting = "goodbye"
         self._stream(worker).context.left(worker, message.finished)
@@ -306,9 +283,9 @@ class Requests:
             elif worker.launch is not None:
                 self._launches.note_refusal(worker.launch, refused)
 
-    def _visited(self, visit: Visit) -> Visited:
+    def _visited(self, visit: wire.Visit) -> wire.Visited:
         streams = {
-            name: StreamInfo(
+            name: wire.StreamInfo(
                 slots=stream.context.slot_store.inventory(),
                 committed=stream.context.host.committed,
                 spec=stream.last_spec,
@@ -317,22 +294,22 @@ class Requests:
             for name, stream in self._streams.by_name.items()
         }
         run, address = self._run, self._streams.address
-        return Visited(call=visit.call, run=run.run_id, host=run.host, address=address, secret=run.secret, streams=streams)
+        return wire.Visited(call=visit.call, run=run.run_id, host=run.host, address=address, secret=run.secret, streams=streams)
 
     def drain(self) -> int:
         """Drains this host; returns the number of workers that have been told."""
         return sum(stream.drain() for stream in self._streams.by_name.values())
 
-    def _drain(self, wish: AskDrain) -> Draining:
+    def _drain(self, wish: wire.AskDrain) -> wire.Draining:
         if wish.host in ("", self._run.host):
-            return Draining(call=wish.call, workers=self.drain(), relayed=False)
+            return wire.Draining(call=wish.call, workers=self.drain(), relayed=False)
         streams = self._streams.by_name.values()
         if not [stream for stream in streams if stream.drain_other(wish.host)]:
             hosts = sorted({host for stream in streams if stream.context.spec is not None for host in stream.context.spec.hosts})
             raise AgentError(f"run {self._run.run_id!r} has no host {wish.host!r} at work; its hosts are {', '.join(hosts) or 'none'}")
-        return Draining(call=wish.call, workers=0, relayed=True)
+        return wire.Draining(call=wish.call, workers=0, relayed=True)
 
-    def _at_work(self) -> list[tuple[int, Launch]]:
+    def _at_work(self) -> list[tuple[int, wire.Launch]]:
         return [(worker.pid, worker.launch) for worker in self._workers if worker.alive and worker.launch is not None]
 
     def status(self) -> dict[str, Any]:

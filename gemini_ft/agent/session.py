@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import socket
+import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gemini_ft.agent.autopsy import Autopsy, Inquest
-from gemini_ft.agent.callers import Callers
-from gemini_ft.agent.commit.collector import CollectorPort
+from gemini_ft.agent.commit.collector import HEARTBEAT, CollectorPort
 from gemini_ft.agent.commit.failover import Failover, Refusal
 from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.context import StreamContext
@@ -22,6 +24,7 @@ from gemini_ft.agent.replication.receive import Inbound, Receiver
 from gemini_ft.agent.replication.send import Outbound
 from gemini_ft.agent.replication.serve import Fetcher
 from gemini_ft.agent.storing import Storing
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.decisions import Cadence
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.stragglers import StragglerWatch, WorkTime
@@ -35,30 +38,30 @@ from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, ReportWork
 from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import SessionSpec
 
+MOST_OF_A_HOST = 8  # connections at a time; one that has been lost may not be known to be so when the host dials again
+_SILENCE = 5 * HEARTBEAT  # seconds after which a process that cannot be called back is given up
+_TCP_INFO = struct.Struct("=52xI")  # of linux/tcp.h: tcpi_last_data_recv
 READERS = 512  # connections of all readers of a stream at a time, where a job is not so large that its ranks need more
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.stream import Stream
 
 
 class AgentSession:
-    """The connections that this host opens for one incarnation. ``goes_on``: whether it has begun with an agent before this one.
+    """The connections that this host opens for one incarnation. ``goes_on``: whether it has begun with an agent before this one."""
 
-    Attributes:
-        is_left_out: whether another host has said that it is in a later incarnation.
-    """
-
-    def __init__(
-        self, context: StreamContext, spec: SessionSpec, on_decision: Callable[[PeerMessage], None], goes_on: bool = False
-    ) -> None:
-        self._context, self._spec = context, spec
-        self.decide, self.log = on_decision, context.log
+    def __init__(self, stream: Stream, spec: SessionSpec, goes_on: bool = False) -> None:
+        context = stream.context
+        self._context, self._spec, self.decide, self.log = context, spec, stream.decide, context.log
         self._is_drained = False  # whether this host leaves: a leader must hear that the next version is due for storage
-        self.is_left_out = False
+        self.is_left_out = False  # whether another host has said that it is in a later incarnation
         self._began = time.monotonic()
         self.outbound = Outbound(context, spec)
         self.storing = Storing(context, spec, self) if spec.storage is not None else None
         self._ways = ways_up(spec.hosts, spec.leader, spec.fan_in)
         order, size = candidates(spec.hosts, spec.leader, self._ways), len(set(spec.hosts))
         self.succession = Succession(context.host.name, order, size, self._began, spec.leader_timeout, goes_on)
-        self.autopsy = Autopsy(context, spec, self.report, self.outbound.gate.trails)
+        self.autopsy = Autopsy(context, spec, self.outbound.gate)
         self._work: tuple[int, dict[int, WorkTime]] = (0, {})  # the newest window, and the times of the ranks here that have reported it
         self.failover = Failover(self.succession, self._ways, context.host.holders, self)
 
@@ -69,7 +72,7 @@ class AgentSession:
 
     # -- the leader, on whichever host that is
 
-    def make_leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+    def make_leader(self, epoch: int, failover: Failover) -> Leader:
         book = _book(self._context, self._spec, self.storing, self._began)
         host = self._context.host
         return Leader(
@@ -77,7 +80,7 @@ class AgentSession:
             book,
             self._spec.world_size,
             self.storing,
-            on_decision,
+            failover,
             patience=self.patience,
             ways=self._ways,
             epoch=epoch,
@@ -87,6 +90,7 @@ class AgentSession:
         )
 
     async def dial(self, host: str, epoch: int, handler: Handler) -> Connection:
+        """Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
         claims = self._context.claims("report", host).model_copy(update={"epoch": epoch, "promised": self.succession.epoch})
         further = self._spec.further.get(host, ())
         try:
@@ -101,6 +105,7 @@ class AgentSession:
 
     @property
     def leads_in(self) -> int | None:
+        """The epoch in which this host decides what is stored and deleted; None: it does not."""
         return self.succession.epoch if self.failover.leader is not None else None
 
     @property
@@ -131,6 +136,7 @@ class AgentSession:
 
     @property
     def is_obeyed(self) -> bool:
+        """Whether this host leads, and it is certain that no other one does by now."""
         return self.failover.leader is not None and self.failover.leader.is_obeyed
 
     def join(self, connection: Connection, claims: Claims) -> MemberPort | CollectorPort | Refusal:
@@ -178,7 +184,6 @@ class AgentSession:
         return self.storing is not None and self.storing.uploader.version is not None
 
     def undecided(self) -> list[PeerMessage]:
-        """Everything that a leader must hear that has been restarted, or could not be reached for a while."""
         host, need = self._context.host, self.outbound.pacing.need
         uploading, said = (self.storing.uploader.version, self.storing.said) if self.storing is not None else (None, [])
         attempt = time.monotonic_ns()  # goes on when the agent is restarted
@@ -205,30 +210,31 @@ def _book(context: StreamContext, spec: SessionSpec, storing: Storing | None, be
 
 
 class Incoming:
-    """The connections that peers have opened for one stream; ``session``: the present one, if there is one."""
+    """The connections that peers have opened for one stream."""
 
-    def __init__(self, context: StreamContext, inbound: Inbound, session: Callable[[], AgentSession | None]) -> None:
-        self._context, self._inbound, self._session = context, inbound, session
+    def __init__(self, stream: Stream, inbound: Inbound) -> None:
+        self._stream, self._context, self._inbound = stream, stream.context, inbound
+        self.log = stream.context.log
         self._connections: set[Connection] = set()  # that may hold slots
         self._senders: dict[str, Connection] = {}  # host -> the one on which it sends its shards
-        self._callers = Callers(self._certificate_of, context.log, self._disown)
+        self._callers = Callers(self)
         self._readers = FairShare[Connection](READERS, self._end_reading)
-        self._log_rarely = RateLimitedLog(context.log)
+        self._log_rarely = RateLimitedLog(self.log)
 
     def close(self) -> None:
         """Ends all connections that may hold slots."""
         self._callers.close()
-        self._callers = Callers(self._certificate_of, self._context.log, self._disown)
+        self._callers = Callers(self)
         for connection in list(self._connections):
             connection.abort("the session is over")
 
     def accept(self, connection: Connection, claims: Claims) -> Handler:
         """Takes in a peer that has proved to know the secret."""
-        spec, session = self._context.spec, self._session()
+        spec, session = self._context.spec, self._stream.present_session
         if claims.role == "fetch":
             self._readers.most = self._most_readers
             self._readers.take(connection, connection.peer)
-            return self._tracked(connection, Fetcher(self._context, connection, claims.host, self._committed_roots))
+            return self._tracked(connection, Fetcher(self._context, connection, claims.host, self))
         if spec is None or session is None or claims.incarnation != spec.incarnation:
             mine = spec.incarnation if spec is not None else "none"
             raise SupersededError(f"host {claims.host!r} speaks for incarnation {claims.incarnation}, this host is at {mine}")
@@ -256,38 +262,111 @@ class Incoming:
         self._log_rarely(f"{connection.peer} may read no longer: {text}")
         connection.abort(text)
 
-    async def _certificate_of(self, host: str) -> bytes:
+    async def certificate_of(self, host: str) -> bytes:
+        """The certificate that is shown at a host's address."""
         spec = self._context.spec
         assert spec is not None
         return await certificate_at(spec.addresses[host], self._context.run.secret, further=spec.further.get(host, ()))
 
-    def _disown(self, host: str) -> None:
-        if (session := self._session()) is not None and session.failover.leader is not None:
+    def disown(self, host: str) -> None:
+        """Forgets what a process has said that used a host's name, and whose connections are gone."""
+        if (session := self._stream.present_session) is not None and session.failover.leader is not None:
             session.failover.leader.disown(host)
 
-    def _committed_roots(self, version: Version) -> Mapping[int, str]:
-        return (self._session() or self._context.host).committed_roots(version)
+    def committed_roots(self, version: Version) -> Mapping[int, str]:
+        return (self._stream.present_session or self._context.host).committed_roots(version)
 
     def _tracked(self, connection: Connection, handler: Handler) -> Handler:
         """Keeps a handler's connection, to end it with the session."""
         self._connections.add(connection)
+        return _Tracked(self, connection, handler)
 
-        def gone(reason: str) -> None:
-            self._connections.discard(connection)
-            self._readers.give_back(connection)
-            if connection.refused:
-                self._context.log(f"{connection.peer}: {reason}")
+    def lost(self, connection: Connection, reason: str) -> None:
+        self._connections.discard(connection)
+        self._readers.give_back(connection)
+        if connection.refused:
+            self.log(f"{connection.peer}: {reason}")
 
-        return _Tracked(handler, gone)
+
+class Callers:
+    """The hosts that have dialled this one in a session, and the certificate by which each is known.
+
+    Each process has a certificate of its own (`gemini_ft.wire.trust`), which does not name its host. But the workers of a session have
+    agreed on the address of each host: where two processes give one name, the process that answers at that address is taken for the host.
+    """
+
+    def __init__(self, doors: Incoming) -> None:
+        self._doors = doors
+        self._open: dict[str, list[Connection]] = {}  # by host; all connections of one host have the same certificate
+        self._proved: dict[str, bytes] = {}  # by host: the certificate that it showed when it was called back
+        self._asked: set[str] = set()  # hosts that are being called back
+        self._tasks = Tasks()
+
+    def close(self) -> None:
+        self._tasks.cancel()
+
+    def let_in(self, connection: Connection, host: str) -> None:
+        """Takes in a connection of a host, which is believed as long as no other process gives that host's name.
+
+        Raises AgentError: another process gives it, too. The host is called back, and the one of the two that is the host may dial again.
+        """
+        there = [each for each in self._open.get(host, ()) if not each.closed.is_set()]
+        known = self._proved.get(host) or (there[0].certificate if there else connection.certificate)
+        if connection.certificate != known:
+            if host not in self._asked:
+                self._asked.add(host)
+                self._tasks.spawn(self._call_back(host))
+            raise AgentError(f"another process is known here as host {host!r}, which is called back at its address; dial again")
+        self._open[host] = [*there, connection]
+        if len(there) >= MOST_OF_A_HOST:
+            there[0].abort(f"host {host} has dialled {MOST_OF_A_HOST} times since")
+
+    async def _call_back(self, host: str) -> None:
+        try:
+            self._proved[host] = found = await self._doors.certificate_of(host)
+        except Exception:  # of any kind. Nobody answers there: once the present connections are gone, the next process is believed
+            self._proved.pop(host, None)
+            self._give_up_if_silent(host)
+        else:
+            if impostors := [each for each in self._open.get(host, ()) if each.certificate != found and not each.closed.is_set()]:
+                self._doors.log(f"a process that is not at its address has called itself host {host!r}: its connections are closed")
+                for connection in impostors:
+                    connection.abort(f"it is not host {host}")
+                for connection in impostors:
+                    await connection.closed.wait()
+                self._doors.disown(host)
+        finally:
+            self._asked.discard(host)
+
+    def _give_up_if_silent(self, host: str) -> None:
+        """Ends the connections of a process that has been lost, or stopped, and keeps the host's next one out: its kernel may live on."""
+        there = [each for each in self._open.get(host, ()) if not each.closed.is_set()]
+        if there and min(map(silence_of, there)) > _SILENCE:
+            self._doors.log(
+                f"host {host!r} is not at its address, and has been silent for more than {_SILENCE:g} s: its connections are closed"
+            )
+            for connection in there:
+                connection.abort(f"host {host} is silent, and another process gives its name")
+
+
+def silence_of(connection: Connection) -> float:
+    """Seconds since anything has come from a peer, be it a message or a part of a payload; that its kernel lives does not count."""
+    found = float("inf")
+    sockets = [connection.transport.get_extra_info("socket")] if connection.transport is not None else []
+    for sock in [*sockets, *connection.payload_sockets]:
+        with contextlib.suppress(OSError):  # it has been closed
+            (milliseconds,) = _TCP_INFO.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size))
+            found = min(found, milliseconds / 1000)
+    return found
 
 
 class _Tracked:
     """A handler whose end is noticed."""
 
-    def __init__(self, inner: Handler, gone: Callable[[str], None]) -> None:
-        self._inner, self._gone = inner, gone
+    def __init__(self, doors: Incoming, connection: Connection, inner: Handler) -> None:
+        self._doors, self._connection, self._inner = doors, connection, inner
         self.on_message, self.on_bytes = inner.on_message, inner.on_bytes
 
     def on_lost(self, reason: str) -> None:
-        self._gone(reason)
+        self._doors.lost(self._connection, reason)
         self._inner.on_lost(reason)

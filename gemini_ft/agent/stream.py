@@ -6,7 +6,7 @@ Everything runs on the agent's event loop, so nothing here needs a lock.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from gemini_ft import failpoints
@@ -26,6 +26,7 @@ from gemini_ft.core.effects import CancelSend, Damaged, Effect, Free, Grant, Lac
 from gemini_ft.core.goodput import PastTime
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, RecoveryError, ReplicaDivergedError, SupersededError
+from gemini_ft.wire import worker_messages as wire
 from gemini_ft.wire.messages import Failed, Notice, Paced, kind_of
 from gemini_ft.wire.peer_messages import (
     AllFinished,
@@ -39,34 +40,15 @@ from gemini_ft.wire.peer_messages import (
     Stragglers,
     UploadSoon,
 )
-from gemini_ft.wire.worker_messages import (
-    Collected,
-    Dispatched,
-    Excuse,
-    Figures,
-    GiveUp,
-    Granted,
-    HoldsBack,
-    Inject,
-    Launch,
-    Miscomputed,
-    Observed,
-    Reserve,
-    Room,
-    SessionSpec,
-    StopAfterStep,
-    ToAgent,
-    Worked,
-)
 
 
 class Stream:
     """The shards this host owns or holds for one stream, and its share of the commit."""
 
     def __init__(self, name: str, run: RunContext) -> None:
-        self.context = StreamContext(name, run, self.perform, self.report)
-        self.launch: Launch | None = None  # that opened the last session
-        self.inherited: SessionSpec | None = None  # of the last session of an agent before this one
+        self.context = StreamContext(name, run, self)
+        self.launch: wire.Launch | None = None  # that opened the last session
+        self.inherited: wire.SessionSpec | None = None  # of the last session of an agent before this one
         self.finished = False
         self.finishing = False  # a rank of this host has, and of the others and the last upload it is not known
         self.unstored = ""  # why the last upload failed for good
@@ -80,23 +62,23 @@ class Stream:
         self._candidates: set[WorkerConnection] = set()  # workers that have asked for the inventory, to open a new incarnation
         self._misinformed: set[WorkerConnection] = set()  # those of them whose inventory lacks a copy that was handed back after it
         self._inbound = Inbound(self.context)
-        self._own = OwnShards(self.context, self._inbound, lambda: self.session.outbound)
-        self._session: AgentSession | None = None
-        self.incoming = Incoming(self.context, self._inbound, lambda: self._session)
+        self._own = OwnShards(self, self._inbound)
+        self.present_session: AgentSession | None = None
+        self.incoming = Incoming(self, self._inbound)
         self._rebuilding: Rebuilding | None = None
         self._tasks = Tasks()
-        self.stagings = Stagings(self.context, self._end_rebuilding)
+        self.stagings = Stagings(self)
 
     # -- sessions
 
     @property
     def session(self) -> AgentSession:
         """The present session, of which there must be one."""
-        assert self._session is not None
-        return self._session
+        assert self.present_session is not None
+        return self.present_session
 
     @property
-    def last_spec(self) -> SessionSpec | None:
+    def last_spec(self) -> wire.SessionSpec | None:
         """The last session, perhaps of an agent before this one."""
         return self.context.spec or self.inherited
 
@@ -105,11 +87,10 @@ class Stream:
         """The version that the last session resumed, if nothing has been committed since."""
         return self.context.spec.resumed if self.context.spec is not None and not self._progressed else None
 
-    def open(self, spec: SessionSpec, readopt: bool, committed: Version | None, past: PastTime) -> None:
+    def open(self, spec: wire.SessionSpec, readopt: bool, committed: Version | None, past: PastTime) -> None:
         """Begins an incarnation; ``readopt``: continues the present one, after this agent was restarted in its middle.
 
-        Raises:
-            SupersededError: a newer one, or another with the same number, is already under way.
+        Raises SupersededError: a newer one, or another with the same number, is already under way.
         """
         context, before = self.context, self.context.spec
         if before is not None and spec.incarnation == before.incarnation:
@@ -121,7 +102,7 @@ class Stream:
                 f"incarnation {spec.incarnation} comes after {before.incarnation} began; this process belongs to the past and must stop"
             )
         failpoints.reached("agent_opens", spec.resumed.iteration if spec.resumed is not None else None)
-        is_unstored = self._session is not None and self._session.uploads
+        is_unstored = self.present_session is not None and self.present_session.uploads
         self.close_session()
         holders = {owner: tuple(hosts) for owner, hosts in spec.holders.items()}
         if readopt:
@@ -139,7 +120,7 @@ class Stream:
         self._figures.clear()
         is_restart = not readopt and (before is not None or self.inherited is not None)
         context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart, past)
-        self._session = AgentSession(context, spec, self._on_decision, readopt)
+        self.present_session = AgentSession(self, spec, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
         else:
@@ -154,13 +135,13 @@ class Stream:
         """Closes the present incarnation's connections; memory stays."""
         self._inbound.end_session()
         self.incoming.close()
-        if self._session is not None:
-            self._session.close()
-            self._session = None
+        if self.present_session is not None:
+            self.present_session.close()
+            self.present_session = None
         if self._rebuilding is not None:
             self._rebuilding.cancel()
 
-    async def _end_rebuilding(self) -> None:
+    async def end_rebuilding(self) -> None:
         if self._rebuilding is not None:
             await self._rebuilding.end()
 
@@ -191,8 +172,7 @@ class Stream:
     def check_inventory(self, worker: WorkerConnection) -> None:
         """Refuses a choice that could not take account of all copies here.
 
-        Raises:
-            RecoveryError: a copy was handed back after the worker had asked for the inventory.
+        Raises RecoveryError: a copy was handed back after the worker had asked for the inventory.
         """
         if worker in self._misinformed:
             raise RecoveryError(
@@ -210,32 +190,32 @@ class Stream:
 
     # -- workers
 
-    def on_worker_message(self, worker: WorkerConnection, message: ToAgent) -> None:
+    def on_worker_message(self, worker: WorkerConnection, message: wire.ToAgent) -> None:
         match message:
-            case Observed(profile=profile):
+            case wire.Observed(profile=profile):
                 self.session.outbound.pacing.observed(worker.rank, profile)
-            case HoldsBack(steps=steps, why=why):
+            case wire.HoldsBack(steps=steps, why=why):
                 self.session.outbound.pacing.held_back(worker.rank, steps, why)
-            case Worked(window=window, times=times):
+            case wire.Worked(window=window, times=times):
                 self.session.worked(worker.rank, window, times)
-            case Figures(figures=figures):
+            case wire.Figures(figures=figures):
                 self._figures[worker.rank] = figures
-            case Dispatched():
+            case wire.Dispatched():
                 self.session.outbound.dispatched(message)
-            case Collected():
+            case wire.Collected():
                 self._inbound.collected(message)
-            case Miscomputed():
+            case wire.Miscomputed():
                 self.context.counters["divergences"] += 1
-            case Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
+            case wire.Excuse():  # the resumed version is not to blame for the failure of this session; every worker says so
                 self.attempts -= not self._excused
                 self._excused = True
-            case Inject(owner=owner):
+            case wire.Inject(owner=owner):
                 copies = self.context.slot_store.damage(owner)
                 self.context.log(f"fault injection: flipped a bit in {copies} copies of rank {owner}'s shard")
             case _:
-                if isinstance(message, GiveUp):
+                if isinstance(message, wire.GiveUp):
                     self.context.measures.skipped(message.reason)
-                elif isinstance(message, Reserve):
+                elif isinstance(message, wire.Reserve):
                     self.context.measures.reserved()
                 self._own.on_message(worker, message)
 
@@ -260,20 +240,19 @@ class Stream:
             self.context.log("this host is drained")
             self.context.run.leaving.update((each.launch.pid, each.launch.ticks) for each in present if each.launch is not None)
             self.report(UploadSoon())
-            self.context.tell_workers(StopAfterStep())
+            self.context.tell_workers(wire.StopAfterStep())
         return len(present)
 
     def drain_other(self, host: str) -> bool:
         """Has another host drained, by way of the leader; whether there is such a host.
 
-        Raises:
-            AgentError: the leader cannot be told now.
+        Raises AgentError: the leader cannot be told now.
         """
         spec = self.context.spec
-        if self._session is None or spec is None or host not in spec.hosts:
+        if self.present_session is None or spec is None or host not in spec.hosts:
             return False
-        if not self._session.reaches_leader:
-            leader = self._session.succession.leader
+        if not self.present_session.reaches_leader:
+            leader = self.present_session.succession.leader
             raise AgentError(
                 f"host {host!r} cannot be told: host {leader!r}, which leads the run, cannot be reached from here now. Try again, or "
                 "ask an agent that is nearer (--host), or signal that host's `gemini run`"
@@ -302,13 +281,13 @@ class Stream:
 
     async def examine(self, worker: WorkerConnection) -> None:
         """Returns when it is known why a worker hangs, or may not be waited for any longer."""
-        if self._session is not None and self.context.is_present(worker):
-            await self._session.autopsy.hold()
+        if self.present_session is not None and self.context.is_present(worker):
+            await self.present_session.autopsy.hold()
             killed = [each for each in self.context.workers.values() if self.context.is_present(each) and each.parting == "hang"]
             if not killed:  # the hang is over, and no launcher may say that it was why workers ended
                 self.context.hang = None
         else:  # it joins, or is of the past
-            await log_stacks(worker, self.context.log)
+            await log_stacks(worker, self.context)
 
     # -- effects
 
@@ -320,7 +299,7 @@ class Stream:
                 case Grant(owner=owner, slot=slot, version=version):
                     context.slot_store.memory[owner, slot].clear()
                     if owner in context.workers:
-                        context.workers[owner].send(Granted(iteration=version.iteration, slot=slot))
+                        context.workers[owner].send(wire.Granted(iteration=version.iteration, slot=slot))
                 case Send(owner=owner, slot=slot, version=version, peer=peer):
                     self.session.outbound.send(owner, version, slot, context.slot_store.memory[owner, slot], peer)
                 case CancelSend(owner, version, peer):
@@ -342,33 +321,39 @@ class Stream:
                 case Damaged(owner, version):
                     context.note_damage(owner, version)
         if any(isinstance(effect, Free) for effect in effects):
-            self._use_room(self.context.slot_store.short)
+            self._use_room(context.slot_store.short(self._takers))
 
-    def _use_room(self, find: Callable[[Callable[[int], bool]], list[int]]) -> None:
-        """Makes the slots that ``find`` says there is room for now: a replica's at once, a worker's own when it asks."""
+    @property
+    def _takers(self) -> set[int]:
+        """Owners whose slots can be made now: of replicas, and of workers that are here."""
+        context = self.context
+        return {owner for owner in context.slot_store.owners if owner in context.workers or not context.host.owns(owner)}
 
-        async def top_up(owner: int) -> None:
-            await self.context.slot_store.top_up(owner)
-            self._inbound.entrust_all()
-
-        for owner in find(lambda owner: owner in self.context.workers or not self.context.host.owns(owner)):
+    def _use_room(self, owners: Sequence[int]) -> None:
+        """Makes slots for which there is room now: a replica's at once, a worker's own when it asks."""
+        for owner in owners:
             if not self.context.host.owns(owner):
-                self._tasks.spawn(top_up(owner))
+                self._tasks.spawn(self._top_up(owner))
             else:
-                self.context.workers[owner].send(Room())
+                self.context.workers[owner].send(wire.Room())
+
+    async def _top_up(self, owner: int) -> None:
+        await self.context.slot_store.top_up(owner)
+        self._inbound.entrust_all()
 
     def accounts(self) -> dict[str, tuple[float, str]]:
         """Asks all hosts for their accounts of themselves, if this one leads; returns those that have come: when, and the account."""
-        return self._session.accounts() if self._session is not None else {}
+        return self.present_session.accounts() if self.present_session is not None else {}
 
     def report(self, message: PeerMessage) -> None:
         """Tells the leader, if there is a session."""
-        if self._session is not None:
-            self._session.report(message)
+        if self.present_session is not None:
+            self.present_session.report(message)
 
     # -- decisions
 
-    def _on_decision(self, message: PeerMessage) -> None:
+    def decide(self, message: PeerMessage) -> None:
+        """Carries out a decision of the leader."""
         context, host = self.context, self.context.host
         match message:
             case Commit(version=version, freeze=freeze, roots=roots, agreed=agreed, compared=compared):
@@ -378,7 +363,7 @@ class Stream:
                 context.measures.committed(version.iteration)
                 self._progressed = self._progressed or context.spec is None or version != context.spec.resumed  # which may be repeated
                 self.perform(host.on_commit(version, freeze, roots, agreed, compared=compared))
-                self._use_room(context.slot_store.lastingly_short)  # which other processes may have left
+                self._use_room(context.slot_store.lastingly_short(self._takers))  # which other processes may have left
                 context.tell_workers(message)
             case Abort(version):
                 context.counters["aborted"] += version not in host.aborted  # it is repeated for workers that may not have heard it
@@ -440,12 +425,12 @@ class Stream:
 
     @property
     def leader(self) -> str | None:
-        return self._session.succession.leader if self._session is not None else None
+        return self.present_session.succession.leader if self.present_session is not None else None
 
     @property
     def patience(self) -> float:
         """Seconds for which the last upload of the job is tried again."""
-        return self._session.patience if self._session is not None else 0.0
+        return self.present_session.patience if self.present_session is not None else 0.0
 
     @property
     def stores(self) -> bool:
@@ -454,10 +439,10 @@ class Stream:
     @property
     def uploading(self) -> bool:
         """Whether memory here is still read for storage, or the manifest still to be written."""
-        return self._session is not None and self._session.uploading
+        return self.present_session is not None and self.present_session.uploading
 
     def status(self) -> dict[str, object]:
-        spec, host, session = self.context.spec, self.context.host, self._session
+        spec, host, session = self.context.spec, self.context.host, self.present_session
         is_at_work = any(worker.alive and worker.parting != "goodbye" for worker in self.context.workers.values())
         ages = [slot.age for slot in self.context.slot_store.inventory() if slot.version == host.committed]
         return {

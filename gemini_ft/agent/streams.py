@@ -69,17 +69,12 @@ class AgentIdentity:
 
 
 class Streams:
-    """The streams of one run on one host.
-
-    Attributes:
-        by_name: all of them.
-        known: the newest incarnation of any; None: there has been none.
-    """
+    """The streams of one run on one host."""
 
     def __init__(self, run: RunContext) -> None:
         self._run = run
-        self.by_name: dict[str, Stream] = {}
-        self.known: Incarnation | None = None
+        self.by_name: dict[str, Stream] = {}  # all of them
+        self.known: Incarnation | None = None  # the newest incarnation of any; None: there has been none
         self._identity = AgentIdentity()
         self._server: Listener | None = None
         self._listening: asyncio.Task[None] | None = None
@@ -139,8 +134,7 @@ class Streams:
     async def listen(self, hello: Hello) -> None:
         """Listens to peers where the first worker says; returns when this host can be reached.
 
-        Raises:
-            GeminiError: it cannot; the next worker may have better luck.
+        Raises GeminiError: it cannot; the next worker may have better luck.
         """
         if self._listening is None:
             self._listening = asyncio.get_running_loop().create_task(self._listen(hello))

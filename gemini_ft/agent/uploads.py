@@ -11,38 +11,28 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from gemini_ft import failpoints
+from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.progress import Outage, TransferProgress
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import StorageConfig
-from gemini_ft.core.goodput import RunTime
 from gemini_ft.core.layout import Layout
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, GeminiError, ObjectGoneError, StorageError, SupersededError
+from gemini_ft.storage import checkpoints
 from gemini_ft.storage.base import Storage, exists
-from gemini_ft.storage.checkpoints import (
-    MANIFEST,
-    Manifest,
-    checkpoint_folder,
-    mark_key,
-    note_on_host,
-    note_path,
-    read_manifest,
-    read_mark,
-    recall_on_host,
-    shard_key,
-    write_manifest,
-    write_mark,
-)
 from gemini_ft.storage.decisions import Descent, Sighting
 from gemini_ft.storage.lookout import check_not_superseded, other_by_mark
 from gemini_ft.storage.opening import open_storage
 from gemini_ft.storage.retention import Retention
 from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
 from gemini_ft.wire.worker_messages import SessionSpec
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.session import AgentSession
 
 _T = TypeVar("_T")
 _HOME_SECONDS = 5.0  # for this host's note in its home folder, which may hang
@@ -62,27 +52,13 @@ class UnclearUploadError(StorageError):
     """An upload has failed, and its manifest may exist, or come to exist, all the same."""
 
 
-class Term(Protocol):
-    """The time for which a host leads, if it does."""
-
-    @property
-    def leads_in(self) -> int | None:
-        """The epoch in which this host decides what is stored and deleted; None: it does not."""
-
-    @property
-    def is_obeyed(self) -> bool:
-        """Whether it is certain that no other host does by now."""
-
-
 class Uploader:
     """Uploads the frozen slots of this host's shards; on the leader's host, writes the manifest."""
 
-    def __init__(
-        self, spec: SessionSpec, run: str, log: Callable[[str], None], term: Term, run_time: Callable[[], RunTime | None] = lambda: None
-    ) -> None:
+    def __init__(self, spec: SessionSpec, context: StreamContext, term: AgentSession) -> None:
         self.config = StorageConfig.model_validate(spec.storage)
         self.version: Version | None = None
-        self._spec, self._run, self._log, self._term, self._run_time = spec, run, log, term, run_time
+        self._spec, self._context, self._run, self._term = spec, context, context.run.run_id, term
         deletes = self.config.kept is not None
         self._reopen = partial(open_storage, self.config.url, self.config.endpoint_url, self.config.max_bandwidth, deletes)
         self._storage: Storage = self._reopen()
@@ -90,7 +66,7 @@ class Uploader:
         self._closed = asyncio.Event()
         self._retention = Retention(
             self._reopen,
-            run,
+            self._run,
             spec.stream,
             *keep,
             damaged=frozenset(spec.damaged),
@@ -104,7 +80,7 @@ class Uploader:
         self._leftovers: set[str] = set()  # and of those that failed
         self._orphans: set[str] = set()  # and of those whose manifest may be written by a leader that was lost
         self._clearing = threading.Lock()
-        self._newest: tuple[Version, float] | None = None  # stored, and when
+        self.stored: tuple[Version, float] | None = None  # the newest that is known here to be stored, and when, by the system's clock
         self._tidied = False
         self._failures: dict[str, Outage] = {}  # operation that does not work -> what is known of that
 
@@ -119,29 +95,24 @@ class Uploader:
             "done_bytes": sum(transfer.done for transfer in transfers),
             "total_bytes": sum(transfer.total for transfer in transfers),
             "seconds_left": max((round(transfer.seconds_left, 1) for transfer in transfers if transfer.done), default=None),
-            "stored": self._newest[0].iteration if self._newest is not None else None,
-            "stored_at": self._newest[1] if self._newest is not None else None,
+            "stored": self.stored[0].iteration if self.stored is not None else None,
+            "stored_at": self.stored[1] if self.stored is not None else None,
             "failing_since": first.since if first else None,
             "error": first.error if first else "",
         }
-
-    @property
-    def stored(self) -> tuple[Version, float] | None:
-        """The newest version of which this host knows that it is stored, and when that was, by the system's clock."""
-        return self._newest
 
     @property
     def unstored(self) -> str:
         """Why the last upload failed; empty: it did not."""
         return self._failures[_UPLOADS].error if _UPLOADS in self._failures else ""
 
-    def start(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
-        """Uploads one shard in the background; ``done`` gets its record, or the error."""
+    def start(self, owner: int, memory: SlotMemory, version: Version) -> asyncio.Task[tuple[str, str]]:
+        """Uploads one shard in the background; the task gives its record and the error, one of which is empty."""
         if version != self.version:
             self._transfers.clear()
         self.version = version
         self._logical_hash = memory.shape.layout_hash
-        self._tasks.spawn(self._upload(owner, memory, version, done))
+        return self._tasks.spawn(self._upload(owner, memory, version))
 
     @property
     def busy(self) -> bool:
@@ -150,8 +121,7 @@ class Uploader:
     def over(self, version: Version, error: str, unclear: bool = False) -> str:
         """Records that the upload has ended on all hosts.
 
-        Args:
-            unclear: whether its manifest may exist, or come to exist, all the same.
+        ``unclear``: whether its manifest may exist, or come to exist, all the same.
 
         Returns:
             What to tell the user: of an outage its beginning, every further reason, and its end are worth a word.
@@ -167,9 +137,9 @@ class Uploader:
         if error:
             self._clear_away(written - orphans)
             return self._failed(version, error)
-        self._newest = (version, time.time())
+        self.stored = (version, time.time())
         # Not waited for, as the home folder may be on a network file system that hangs.
-        self.background.spawn(asyncio.to_thread(note_on_host, self.config.url, self._run, self._spec.stream, version))
+        self.background.spawn(asyncio.to_thread(checkpoints.note_on_host, self.config.url, self._run, self._spec.stream, version))
         outage = self._failures.pop(_UPLOADS, None)
         if outage is None:
             return ""
@@ -188,19 +158,19 @@ class Uploader:
 
     def _recall(self) -> None:
         """Finds out which checkpoints were stored before this session."""
-        if self._newest is None and (mark := recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
-            self._newest = self._newest or (mark.version, mark.at)
+        if self.stored is None and (mark := checkpoints.recall_on_host(self.config.url, self._run, self._spec.stream)) is not None:
+            self.stored = self.stored or (mark.version, mark.at)
 
     def _stake(self) -> str:
-        if self._newest is None:
+        if self.stored is None:
             return "nothing is stored yet"
-        stored, at = self._newest
+        stored, at = self.stored
         return f"the newest stored step is {stored.iteration}, {max(0.0, time.time() - at):.0f} s old"
 
     def _delete_orphans(self, keys: set[str]) -> None:
         """Deletes shards of uploads that a later one has overtaken, where no manifest makes them a checkpoint."""
         for folder in {key.rpartition("/")[0] for key in keys}:
-            shards, manifest = {key for key in keys if key.startswith(f"{folder}/")}, f"{folder}/{MANIFEST}"
+            shards, manifest = {key for key in keys if key.startswith(f"{folder}/")}, f"{folder}/{checkpoints.MANIFEST}"
             with contextlib.suppress(StorageError):  # what stays is deleted when the job starts again
                 if exists(self._storage, manifest):
                     continue
@@ -231,22 +201,21 @@ class Uploader:
         self.version = None
         self._closed.set()
 
-    async def _upload(self, owner: int, memory: SlotMemory, version: Version, done: Callable[[str, str], None]) -> None:
+    async def _upload(self, owner: int, memory: SlotMemory, version: Version) -> tuple[str, str]:
         try:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closed.wait(), turn(self._spec.hosts, owner))
                 raise StorageError("the session was over before this host's turn to upload had come")
             record = await self._insist(f"rank {owner}'s shard", lambda: self._write(owner, memory, version))
         except GeminiError as error:
-            done("", str(error))
+            return "", str(error)
         except Exception as error:  # a fault of ours must not leave the upload unfinished for ever
-            done("", f"{type(error).__name__}: {error}")
-        else:
-            done(record.model_dump_json(), "")
+            return "", f"{type(error).__name__}: {error}"
+        return record.model_dump_json(), ""
 
     def _write(self, owner: int, memory: SlotMemory, version: Version) -> ShardRecord:
         shape = memory.shape
-        key = shard_key(checkpoint_folder(self._run, self._spec.stream, version), owner)
+        key = checkpoints.shard_key(checkpoints.checkpoint_folder(self._run, self._spec.stream, version), owner)
         data, extras = memory.data(0, shape.data_bytes), memory.data(shape.data_bytes, memory.extras_bytes)
         if (trouble := self._delete_leftovers()) and len({key.rpartition("/")[0] for key in list(self._leftovers)}) > 1:
             raise StorageError(f"nothing more is written while the shards of failed uploads cannot be deleted: {trouble}")
@@ -254,9 +223,11 @@ class Uploader:
         with self._clearing:
             self._leftovers.discard(key)  # of an earlier attempt at the same version
         self._written.setdefault(version, set()).add(key)
-        transfer = self._transfers[owner] = TransferProgress(f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._log)
+        transfer = self._transfers[owner] = TransferProgress(
+            f"upload of rank {owner}'s shard of {version}", shape.data_bytes, self._context
+        )
         committed = Committed(owner, version, memory.root, shape.chunk_bytes)
-        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, sent=transfer.add, committed=committed)
+        record = write_shard(self._storage, key, Layout.from_bytes(shape.layout), data, extras, transfer=transfer, committed=committed)
         try:
             StoredShard(self._storage, record).sample()  # a store may say yes and keep half
         except CorruptDataError as error:
@@ -276,7 +247,7 @@ class Uploader:
             UnclearUploadError: the same, and it is not certain that there is none.
         """
         epoch = self._term.leads_in
-        manifest = Manifest(
+        manifest = checkpoints.Manifest(
             run=self._run,
             stream=self._spec.stream,
             incarnation=version.incarnation,
@@ -287,7 +258,7 @@ class Uploader:
             overtaken=tuple(self._spec.overtaken),
             aside=tuple(self._spec.aside),
             versions=_versions(),
-            time=self._run_time(),
+            time=self._context.measures.kept(),
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
 
@@ -301,13 +272,13 @@ class Uploader:
                 check_not_superseded(self._storage, manifest)
                 self._check_leads(epoch)
                 is_begun = True
-                write_manifest(self._storage, manifest)
+                checkpoints.write_manifest(self._storage, manifest)
             self._withdraw_late(manifest, epoch)
             if not self._is_written(manifest):
                 raise StorageError(f"{self.config.url}: the manifest of {version} could not be read back")
             self._check_leads(epoch)
             if other_by_mark(self._storage, manifest) is None:  # else another job's mark stays, so that it is found
-                write_mark(self._storage, self._run, self._spec.stream, version)
+                checkpoints.write_mark(self._storage, self._run, self._spec.stream, version)
 
         try:
             await self._insist("the manifest", write)
@@ -316,7 +287,7 @@ class Uploader:
                 raise UnclearUploadError(str(error)) from None
             raise
         self._retention.stored(manifest)
-        self._newest = (version, time.time())
+        self.stored = (version, time.time())
 
     def _check_leads(self, epoch: int | None) -> None:
         """Makes sure that no other host has led since, as far as this one has heard.
@@ -324,19 +295,17 @@ class Uploader:
         One that has heard nothing does no harm: until the next upload is over the shards of this one stay
         (`Uploader.over`), and what it deletes is older than both.
 
-        Raises:
-            StorageError: another one leads, or has led.
+        Raises StorageError: another one leads, or has led.
         """
         if epoch is None or self._term.leads_in != epoch:
             raise StorageError("another host leads the commits by now, and decides what is stored")
 
-    def _withdraw_late(self, manifest: Manifest, epoch: int | None) -> None:
+    def _withdraw_late(self, manifest: checkpoints.Manifest, epoch: int | None) -> None:
         """Deletes a manifest that was written too late: another host leads by now, and the shards may have been deleted meanwhile.
 
         Where they are there, it is a checkpoint, and may be the one because of which the other host deletes older ones.
 
-        Raises:
-            StorageError: another host leads.
+        Raises StorageError: another host leads.
         """
         try:
             self._check_leads(epoch)
@@ -349,32 +318,31 @@ class Uploader:
     def _check_place(self) -> None:
         """Makes sure that this is where the run has stored before: an unmounted folder takes everything, and shows nothing.
 
-        Raises:
-            StorageError: it is not.
+        Raises StorageError: it is not.
         """
-        if self._newest is None:
+        if self.stored is None:
             return
         run, stream = self._run, self._spec.stream
-        if not any(
-            map(partial(exists, self._storage), (mark_key(run, stream), f"{checkpoint_folder(run, stream, self._newest[0])}/{MANIFEST}"))
-        ):
-            note = note_path(self.config.url, run, stream)
+        if not any(exists(self._storage, key) for key in (checkpoints.mark_key(run, stream), self._manifest_key(self.stored[0]))):
+            note = checkpoints.note_path(self.config.url, run, stream)
             raise StorageError(
-                f"{self.config.url}: this run has stored {self._newest[0]} here, and nothing of it is there any more: is a mount missing? "
+                f"{self.config.url}: this run has stored {self.stored[0]} here, and nothing of it is there any more: is a mount missing? "
                 f"If all was deleted on purpose, delete {note} as well, and start the job again"
             )
 
-    def _is_written(self, manifest: Manifest) -> bool:
+    def _manifest_key(self, version: Version) -> str:
+        return f"{checkpoints.checkpoint_folder(self._run, self._spec.stream, version)}/{checkpoints.MANIFEST}"
+
+    def _is_written(self, manifest: checkpoints.Manifest) -> bool:
         try:
-            return read_manifest(self._storage, manifest.folder) == manifest
+            return checkpoints.read_manifest(self._storage, manifest.folder) == manifest
         except (CorruptDataError, ObjectGoneError):
             return False
 
     async def holds(self, version: Version) -> bool:
         """Whether a version is known to be stored: its manifest is there."""
-        key = f"{checkpoint_folder(self._run, self._spec.stream, version)}/{MANIFEST}"
         try:
-            return await asyncio.to_thread(exists, self._storage, key)
+            return await asyncio.to_thread(exists, self._storage, self._manifest_key(version))
         except (StorageError, OSError):
             return False
 
@@ -404,17 +372,17 @@ class Uploader:
             return "", ""
         return f"storage: old checkpoints can be deleted again after {time.time() - outage.since:.0f} s; uploads go on", ""
 
-    def _withdraw(self, manifest: Manifest) -> bool:
+    def _withdraw(self, manifest: checkpoints.Manifest) -> bool:
         """Does what `_delete_manifest` does, unless the mark names this checkpoint, though the store has denied it, or may name it."""
         try:
-            named = read_mark(self._storage, self._run, self._spec.stream)
+            named = checkpoints.read_mark(self._storage, self._run, self._spec.stream)
         except GeminiError:
             return False
         return named != manifest.version and self._delete_manifest(manifest)
 
-    def _delete_manifest(self, manifest: Manifest) -> bool:
+    def _delete_manifest(self, manifest: checkpoints.Manifest) -> bool:
         """Deletes a manifest, which may exist although writing it failed: its shards go next. Returns whether there is none for certain."""
-        key = f"{manifest.folder}/{MANIFEST}"
+        key = self._manifest_key(manifest.version)
         try:
             self._storage.delete(key)
         except StorageError:
@@ -435,12 +403,12 @@ class Uploader:
                     outage.error = str(error)
                     raise StorageError(f"{error} (failing for {time.time() - outage.since:.0f} s)") from None
                 if outage.again(str(error)):
-                    self._log(f"storage: {error}; it is tried again")
+                    self._context.log(f"storage: {error}; it is tried again")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._closed.wait(), BACKOFF * 2**attempt)
             else:
                 if what in self._failures:
-                    self._log(f"storage: {what} works again after {time.time() - self._failures.pop(what).since:.0f} s")
+                    self._context.log(f"storage: {what} works again after {time.time() - self._failures.pop(what).since:.0f} s")
                 return result
         raise AssertionError("unreachable")
 

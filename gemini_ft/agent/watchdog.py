@@ -134,8 +134,7 @@ def _is_foreign(name: bytes) -> bool:
 def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
     """Connects to the agent of ``run`` on this host; starts it if there is none, and anew if it hangs.
 
-    Args:
-        patience: seconds without an answer after which an agent hangs; 0: it is not asked.
+    ``patience``: seconds without an answer after which an agent hangs; 0: it is not asked.
 
     Raises:
         AgentTimeoutError: it did not come up; the message names its log.
@@ -273,8 +272,7 @@ class Pulse:
 class AgentWatch(threading.Thread):
     """The launcher's look at its host's agent: the workers, which look too, may all be dead or hang themselves.
 
-    Args:
-        timeout: seconds of silence after which the agent hangs, as far as is known; it says itself what the job has configured.
+    ``timeout``: seconds of silence after which the agent hangs, as far as is known; it says itself what the job has configured.
     """
 
     def __init__(self, run: str, host: str, timeout: float) -> None:

@@ -15,7 +15,7 @@ import traceback
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gemini_ft import errors
 from gemini_ft.agent import lifecycle
@@ -27,22 +27,13 @@ from gemini_ft.wire.messages import Failed, kind_of, pack
 from gemini_ft.wire.private import credentials
 from gemini_ft.wire.worker_messages import Adopt, Launch, ToAgent, ToWorker, Watch, to_agent
 
+if TYPE_CHECKING:
+    from gemini_ft.agent.requests import Requests
+
 _BUFFER = memoryview(bytearray(256 * 1024))  # of the event loop, which reads from one worker at a time
 _MAX_FDS = 250
 _PAUSE = 1.0  # seconds
 _LONG = 64 * 1024  # bytes of a message
-
-
-class RequestHandler(Protocol):
-    """The part of the agent that answers workers. Its implementation imports this module, hence the Protocol."""
-
-    def on_worker_message(self, worker: WorkerConnection, message: ToAgent, fds: list[int]) -> None: ...
-
-    def on_worker_dead(self, worker: WorkerConnection) -> None: ...
-
-    def on_worker_hung_up(self, worker: WorkerConnection) -> None: ...
-
-    def log(self, text: str) -> None: ...
 
 
 @lru_cache(maxsize=1)
@@ -54,7 +45,7 @@ def unpack_long(body: bytes) -> ToAgent:
 class WorkerConnection:
     """The agent's end of one worker's socket."""
 
-    def __init__(self, handler: RequestHandler, sock: socket.socket, pid: int) -> None:
+    def __init__(self, handler: Requests, sock: socket.socket, pid: int) -> None:
         self.rank = -1
         self.stream = ""
         self.incarnation: Incarnation | None = None
@@ -80,8 +71,7 @@ class WorkerConnection:
     def send(self, message: ToWorker, fds: Sequence[int] = ()) -> None:
         """Queues a message; descriptors are duplicated now, so that the caller may close its own.
 
-        Raises:
-            AgentError: this process has no free descriptors left.
+        Raises AgentError: this process has no free descriptors left.
         """
         if self._connected:
             try:
@@ -213,7 +203,7 @@ def _duplicates(fds: Sequence[int]) -> list[int]:
 class WorkerListener:
     """The listening socket."""
 
-    def __init__(self, handler: RequestHandler, listener: socket.socket) -> None:
+    def __init__(self, handler: Requests, listener: socket.socket) -> None:
         self._handler, self._listener = handler, listener
         self._log_stranger = RateLimitedLog(handler.log)
         listener.setblocking(False)

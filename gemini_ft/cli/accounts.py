@@ -42,8 +42,7 @@ def parser_of(name: str, description: str, epilog: str) -> argparse.ArgumentPars
 def asking(options: argparse.Namespace) -> Callable[[], Answers]:
     """Returns a function that asks all agents which are meant.
 
-    Raises:
-        ConfigError: an address is none, or prometheus-client, which reads pages, is not installed.
+    Raises ConfigError: an address is none, or prometheus-client, which reads pages, is not installed.
     """
     pages = [load_config({"metrics": address}).metrics or "" for address in options.addresses]
     if not pages:
@@ -90,8 +89,7 @@ def page_at(address: str) -> list[Sample] | None:
 def _text_at(address: str, end: float) -> str:
     """The text of a page, fetched until a time of `time.monotonic`, and in bounded length, without proxies and redirects.
 
-    Raises:
-        OSError, HTTPException, ValueError: there is none, or only a part of it.
+    Raises OSError, HTTPException, ValueError: there is none, or only a part of it.
     """
     host, _, port = address.rpartition(":")
     found = bytearray()

@@ -21,7 +21,7 @@ from gemini_ft.core.versions import Version
 from gemini_ft.core.words import in_words, table
 from gemini_ft.errors import AgentError, ConfigError, CorruptDataError, StorageError
 from gemini_ft.hosts import host_id
-from gemini_ft.launch.out_of_use import out_of_use
+from gemini_ft.launch.out_of_use import out_of_use, wish_back
 from gemini_ft.recovery.agent_memory import Remembered, remembered
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest, examine, list_checkpoints
@@ -32,6 +32,8 @@ from gemini_ft.wire.worker_messages import AskDrain, Draining, GetStatus, Status
 
 Row = tuple[str, ...]
 _STATE = 6  # column of a row
+_TAKE_BACK_SECONDS = 10.0  # for a launcher to take a host back
+_POLL = 0.1  # seconds
 _WRONG = ("damaged", "unreadable")  # how states begin that --verify exits with 1 for
 
 
@@ -132,8 +134,7 @@ def leave(arguments: Sequence[str]) -> int:
 def _forget_files(run: str, host: str, has_left: bool) -> Path | None:
     """Removes the slots that the run keeps as files on this host, unless an agent is at work; returns the folder they were in.
 
-    Args:
-        has_left: whether an agent has just been told to leave, which may still be about to end.
+    ``has_left``: whether an agent has just been told to leave, which may still be about to end.
 
     Raises:
         AgentError: an agent uses them that cannot be told.
@@ -163,6 +164,31 @@ def drain(arguments: Sequence[str]) -> int:
     if not (answer.relayed or answer.workers):
         raise AgentError(f"run {options.run_id!r} has no worker at work on host {options.host!r}")
     print(f"host {options.drained or options.host} is drained: its workers end after a step that is committed")
+    return 0
+
+
+def hosts(arguments: Sequence[str]) -> int:
+    """``gemini hosts``: the hosts that a run has put out of use, and the way back, where `gemini run` is at work, or waits."""
+    description = "List the hosts that a run has put out of use, as its `gemini run` on this host knows them, or take one back."
+    parser = argparse.ArgumentParser(prog="gemini hosts", description=description)
+    parser.add_argument("--run-id", default=os.environ.get("GEMINI_RUN_ID"), help="run id (default: GEMINI_RUN_ID)")
+    parser.add_argument("--take-back", metavar="HOST", help="the next `gemini run` on this host may join again")
+    options = parser.parse_args(arguments)
+    run, name = _run(options), options.take_back
+    found = out_of_use(run)
+    if name is None:
+        print(table([("host", "why"), *sorted(found.items())]) if found else f"run {run} has put no host out of use")
+        return 0
+    if name not in found:
+        raise ConfigError(f"--take-back {name!r}: not out of use; those are: {', '.join(sorted(found)) or 'none'}")
+    wish_back(run, name)
+    end = time.monotonic() + _TAKE_BACK_SECONDS
+    while name in out_of_use(run):
+        if time.monotonic() > end:
+            print(f"no `gemini run` of {run} is at work here that would take host {name} back: ask on another host of the job")
+            return 1
+        time.sleep(_POLL)
+    print(f"host {name} is taken back: the next `gemini run` there may join")
     return 0
 
 

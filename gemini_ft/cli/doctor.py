@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import psutil
 
@@ -42,13 +42,7 @@ _MANAGED = re.compile(r"slurm|step_|kubepods|docker|\.service")
 Level = Literal["ok", "warn", "wrong"]
 
 
-class CheckResult(NamedTuple):
-    """A finding about the part of the host that a check is named after, with the way out where something is not as it should be."""
-
-    level: Level  # wrong: a job would fail here, or lose what it should keep
-    text: str
-
-
+CheckResult = tuple[Level, str]  # wrong: a job would fail here, or lose what it should keep; the text has the way out
 Check = Callable[[GeminiConfig, int], Iterator[CheckResult]]
 
 
@@ -78,7 +72,7 @@ def _looked(check: Check, config: GeminiConfig, hosts: int) -> Iterator[CheckRes
     try:
         yield from check(config, hosts)
     except GeminiError as error:
-        yield CheckResult("wrong", str(error))
+        yield "wrong", str(error)
 
 
 def _hosts() -> int:
@@ -87,12 +81,12 @@ def _hosts() -> int:
 
 
 def _host(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
-    yield CheckResult("ok", f"{host_id()!r}, domain {slurm.settings(os.environ).get('GEMINI_DOMAIN', config.domain) or 'none'}")
+    yield "ok", f"{host_id()!r}, domain {slurm.settings(os.environ).get('GEMINI_DOMAIN', config.domain) or 'none'}"
 
 
 def _options(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     for text in unknown_variables(os.environ):
-        yield CheckResult("warn", text)
+        yield "warn", text
 
 
 def _network(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
@@ -104,28 +98,28 @@ def _network_of(address: str, hosts: int) -> CheckResult:
     found = psutil.net_if_addrs()
     name = next((name for name, entries in found.items() if address in (entry.address.partition("%")[0] for entry in entries)), "?")
     if is_loopback(address):
-        return CheckResult("wrong" if hosts > 1 else "ok", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)")
+        return "wrong" if hosts > 1 else "ok", f"{address} reaches this machine only; name the network (GEMINI_INTERFACE)"
     speed = 0
     with suppress(OSError, KeyError):
         speed = psutil.net_if_stats()[name].speed
     if not speed:
-        return CheckResult("ok", f"replicas leave by {name} ({address}), which does not say how fast it is")
+        return "ok", f"replicas leave by {name} ({address}), which does not say how fast it is"
     if speed < _SLOW_LINK:
         text = f"replicas leave by {name} ({address}), a link of {speed:,} Mbit/s; if there is a faster one, name it (GEMINI_INTERFACE)"
-        return CheckResult("warn", text)
-    return CheckResult("ok", f"replicas leave by {name} ({address}), {speed:,} Mbit/s")
+        return "warn", text
+    return "ok", f"replicas leave by {name} ({address}), {speed:,} Mbit/s"
 
 
 def _ports(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if config.port_range is None:
-        yield CheckResult("ok", "the agent takes any free port; where a firewall stands between hosts, set GEMINI_PORT_RANGE")
+        yield "ok", "the agent takes any free port; where a firewall stands between hosts, set GEMINI_PORT_RANGE"
         return
     first, last = config.port_range
     free = sum(_is_free(port) for port in range(first, last + 1))
     if free:
-        yield CheckResult("ok", f"{free} of {last - first + 1} ports from {first} to {last} are free")
+        yield "ok", f"{free} of {last - first + 1} ports from {first} to {last} are free"
     else:
-        yield CheckResult("wrong", f"no port from {first} to {last} is free (GEMINI_PORT_RANGE); every run on this host needs one")
+        yield "wrong", f"no port from {first} to {last} is free (GEMINI_PORT_RANGE); every run on this host needs one"
 
 
 def _is_free(port: int) -> bool:
@@ -143,22 +137,20 @@ def _memory(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     limit = config.memory_limit if config.memory_limit is not None else int(0.6 * available)
     if limit > available:
         text = f"memory_limit is {limit:,} bytes, and {available:,} are available here (the limits of the control group count); lower it"
-        yield CheckResult("wrong", text)
+        yield "wrong", text
     else:
-        yield CheckResult(
-            "ok", f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}"
-        )
+        yield "ok", f"the agent may hold {limit:,} of {available:,} bytes: enough for a state of {_state(limit, config, hosts):,}"
     pages = SHARED_PAGES.read_text().partition("[")[2].partition("]")[0] if SHARED_PAGES.exists() else "never"
     if config.memory.folder is None and pages in ("never", "deny"):
         text = f"slots have pages of 4 KiB, which take ten times as long to make as huge ones; `echo advise > {SHARED_PAGES}`"
-        yield CheckResult("ok", f"{text} (now {pages})")
+        yield "ok", f"{text} (now {pages})"
     if (folder := config.memory.folder) is not None:
         files = slot_files.SlotFiles(folder, "gemini-doctor", host_id())
         files.clear()
         room = os.statvfs(folder)
         free = room.f_bavail * room.f_frsize
         text = f"memory.folder={str(folder)!r} has room for {free:,} bytes"
-        yield CheckResult("ok" if free >= limit else "warn", text + ("" if free >= limit else f", and the agent may hold {limit:,}"))
+        yield "ok" if free >= limit else "warn", text + ("" if free >= limit else f", and the agent may hold {limit:,}")
 
 
 def _state(limit: int, config: GeminiConfig, hosts: int) -> int:
@@ -170,54 +162,52 @@ def _limits(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and most < _FEW_DESCRIPTORS:
         text = f"at most {most} descriptors (ulimit -Hn); every slot, worker and peer takes one: raise it to {_FEW_DESCRIPTORS} or more"
-        yield CheckResult("wrong" if most < 256 else "warn", text)
+        yield "wrong" if most < 256 else "warn", text
     else:
-        yield CheckResult("ok", f"{'any number of' if most == resource.RLIM_INFINITY else most} descriptors")
+        yield "ok", f"{'any number of' if most == resource.RLIM_INFINITY else most} descriptors"
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and GPUS.exists():
-        text = f"{locked:,} bytes may be locked (ulimit -l), and workers on GPUs lock their slots: `ulimit -l unlimited`"
-        yield CheckResult("warn", text)
+        yield "warn", f"{locked:,} bytes may be locked (ulimit -l), and workers on GPUs lock their slots: `ulimit -l unlimited`"
 
 
 def _control_group(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     mine = CONTROL_GROUP.read_text().strip().rpartition(":")[2]
     if not _MANAGED.search(mine):
-        yield CheckResult("ok", f"the agent outlives its workers here ({mine})")
+        yield "ok", f"the agent outlives its workers here ({mine})"
     elif config.memory.folder is not None:
-        yield CheckResult("ok", f"all of {mine} may be ended at once; slots in {config.memory.folder} outlive that")
+        yield "ok", f"all of {mine} may be ended at once; slots in {config.memory.folder} outlive that"
     else:
         text = (
             f"an agent that is started here ends with its workers, when {mine} is ended: start it elsewhere (docs/deploy.md), or "
             "keep slots in a folder (GEMINI_MEMORY__FOLDER)"
         )
-        yield CheckResult("warn", text)
+        yield "warn", text
 
 
 def _clock(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     buffer = ctypes.create_string_buffer(512)  # struct timex, zeroed: nothing is changed
     if ctypes.CDLL(None).adjtimex(buffer) == _TIME_ERROR:
-        text = "not synchronised. Recovery does without, but S3 refuses hosts that are minutes off: start chrony or ntpd"
-        yield CheckResult("warn", text)
+        yield "warn", "not synchronised. Recovery does without, but S3 refuses hosts that are minutes off: start chrony or ntpd"
     else:
-        yield CheckResult("ok", "synchronised")
+        yield "ok", "synchronised"
 
 
 def _secret(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if read_secret(config):
-        yield CheckResult("ok", "configured; all hosts need the same")
+        yield "ok", "configured; all hosts need the same"
     elif hosts > 1:
         text = "none: agents make one up, and a writer to the rendezvous can come between hosts. Give all of them a GEMINI_SECRET_FILE"
-        yield CheckResult("warn", text)
+        yield "warn", text
 
 
 def _storage(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     if config.storage is None:
-        yield CheckResult("warn", "none: what all holders of a shard lose together is lost. Set GEMINI_STORAGE__URL and an interval")
+        yield "warn", "none: what all holders of a shard lose together is lost. Set GEMINI_STORAGE__URL and an interval"
         return
     settings = config.storage
     storage = open_storage(settings.url, settings.endpoint_url, settings.max_bandwidth, settings.kept is not None)
     within(STORAGE_SECONDS, settings.url, storage.check)
-    yield CheckResult("ok", f"{settings.url} can be written and read")
+    yield "ok", f"{settings.url} can be written and read"
 
 
 def _versions(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
@@ -227,9 +217,9 @@ def _versions(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    yield CheckResult("ok", f"gemini-ft {importlib.metadata.version('gemini-ft')}, " + ", ".join(f"{n} {v}" for n, v in found.items()))
+    yield "ok", f"gemini-ft {importlib.metadata.version('gemini-ft')}, " + ", ".join(f"{n} {v}" for n, v in found.items())
     for name, wanted in _unsupported(found):
-        yield CheckResult("warn", f"{name} {found[name]} is outside of {wanted}, with which gemini-ft was tested (docs/versions.md)")
+        yield "warn", f"{name} {found[name]} is outside of {wanted}, with which gemini-ft was tested (docs/versions.md)"
 
 
 def _unsupported(found: dict[str, str]) -> Iterator[tuple[str, str]]:
@@ -245,13 +235,13 @@ def _unsupported(found: dict[str, str]) -> Iterator[tuple[str, str]]:
 
 def _placement(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     level: Level = "warn" if hosts > 1 and config.replicas == 1 else "ok"
-    yield CheckResult(level, describe(place([f"host{number:06}" for number in range(hosts)], min(config.replicas, hosts))))
+    yield level, describe(place([f"host{number:06}" for number in range(hosts)], min(config.replicas, hosts)))
 
 
 def _agents(config: GeminiConfig, hosts: int) -> Iterator[CheckResult]:
     count = len(lifecycle.addresses())
     if count:
-        yield CheckResult("ok", f"{count} of this user at work or keeping a run's memory (gemini ps)")
+        yield "ok", f"{count} of this user at work or keeping a run's memory (gemini ps)"
 
 
 CHECKS: dict[str, Check] = {

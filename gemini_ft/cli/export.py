@@ -25,8 +25,7 @@ While a running job's memory is read, it may leave out a few snapshots, or wait 
 def command(arguments: Sequence[str]) -> int:
     """``gemini export STEP --to DIR --format FORMAT``; exit status.
 
-    Raises:
-        GeminiError: there is no such checkpoint, it cannot be written in this format, or the target exists.
+    Raises GeminiError: there is no such checkpoint, it cannot be written in this format, or the target exists.
     """
     options = _parser().parse_args(arguments)
     from gemini_ft.export import formats, source, zero  # torch comes with them, and takes seconds that --help does without

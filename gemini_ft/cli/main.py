@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import importlib
 import os
@@ -34,20 +35,31 @@ COMMANDS = {
     "ps": Command("gemini_ft.cli.commands", "ps", "list the runs of this host"),
     "leave": Command("gemini_ft.cli.commands", "leave", "end this host's agent"),
     "drain": Command("gemini_ft.cli.commands", "drain", "have a host leave its run after a step that is committed"),
-    "hosts": Command("gemini_ft.cli.hosts", "command", "list the hosts that a run has put out of use, and take one back"),
+    "hosts": Command("gemini_ft.cli.commands", "hosts", "list the hosts that a run has put out of use, and take one back"),
     "checkpoints": Command(
         "gemini_ft.cli.commands", "checkpoints", "list the checkpoints in storage and in memory, and what is wrong with them"
     ),
     "goodput": Command("gemini_ft.cli.goodput", "command", "say what the time of a run went into, by phase and failure"),
     "export": Command("gemini_ft.cli.export", "command", "write a checkpoint for Lightning, torch.distributed.checkpoint or safetensors"),
-    "pipeline": Command("gemini_ft.cli.pipeline", "command", "show what a gradient pipeline does with each parameter of a model"),
+    "pipeline": Command("gemini_ft.cli.planning", "pipeline", "show what a gradient pipeline does with each parameter of a model"),
     "simulate": Command("gemini_ft.cli.planning", "simulate", "forecast lost work and effective training time of a cluster that fails"),
     "plan": Command("gemini_ft.cli.planning", "plan", "say how many replicas and how much memory a cluster needs, and what to expect"),
     "switch": Command("gemini_ft.cli.switch", "command", "add up gradients of other hosts, as a switch in the network would"),
-    "completion": Command("gemini_ft.cli.completion", "command", "print a script with which bash or zsh completes commands and options"),
+    "completion": Command("gemini_ft.cli.main", "completion", "print a script with which bash or zsh completes commands and options"),
     "store": Command("gemini_ft.cli.store", "command", "serve the store of a rendezvous apart from the training hosts"),
 }
 
+_BASH = """_gemini() {
+    local word=${COMP_WORDS[COMP_CWORD]} words=
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="%s --help --version"
+    elif [[ $word == -* ]]; then
+        words=$(gemini "${COMP_WORDS[1]}" --help 2>/dev/null | grep -oE -- '--[a-z][a-z-]+' | sort -u)
+    fi
+    COMPREPLY=($(compgen -W "$words" -- "$word"))
+}
+complete -o default -F _gemini gemini
+"""
 _USAGE = "usage: gemini [--version] COMMAND [ARGUMENTS]"
 
 
@@ -77,6 +89,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         return 128 + signal.SIGPIPE
+
+
+def completion(arguments: Sequence[str]) -> int:
+    """``gemini completion bash|zsh``: a script with which a shell completes the command's words."""
+    what = 'Print a script for the shell: eval "$(gemini completion bash)" has commands and options completed.'
+    parser = argparse.ArgumentParser(prog="gemini completion", description=what)
+    parser.add_argument("shell", choices=("bash", "zsh"))
+    shell = parser.parse_args(arguments).shell
+    print(("autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else "") + _BASH % " ".join(COMMANDS), end="")
+    return 0
 
 
 def _leave_threads(status: int) -> None:

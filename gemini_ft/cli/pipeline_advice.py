@@ -41,19 +41,14 @@ PLAIN = "all-reduce in bfloat16"
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """One way to exchange all gradients: bytes and seconds of a step, the mean over a period of local steps.
-
-    Attributes:
-        step: seconds of a whole step, if those of its computing are known.
-        quality: accuracy relative to DDP's, see `SOURCE`; None: not measured.
-    """
+    """One way to exchange all gradients: bytes and seconds of a step, the mean over a period of local steps."""
 
     name: str
     wire_bytes: int | None
     network: float
     compressing: float
-    step: float | None
-    quality: float | None
+    step: float | None  # seconds of a whole step, if those of its computing are known
+    quality: float | None  # accuracy relative to DDP's, see `SOURCE`; None: not measured
 
     @property
     def compared(self) -> float:

@@ -38,24 +38,15 @@ _SWITCHED: dict[str, tuple[int, Callable[[int, Link], float]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """The cost of one rule in one step.
+    """The cost of one rule in one step."""
 
-    Attributes:
-        rule: as users know it.
-        dense_bytes: of the gradients.
-        wire_bytes: that one rank hands to collectives; None: only the data tell.
-        by: how ``wire_bytes`` is known.
-        seconds: that these bytes take at the given rate.
-        fp32_seconds, bf16_seconds: that all-reduce of the same gradients takes, in 4 and in 2 bytes an element.
-    """
-
-    rule: str
-    dense_bytes: int
-    wire_bytes: int | None
-    by: str
-    seconds: float | None
-    fp32_seconds: float
-    bf16_seconds: float
+    rule: str  # as users know it
+    dense_bytes: int  # of the gradients
+    wire_bytes: int | None  # that one rank hands to collectives; None: only the data tell
+    by: str  # how ``wire_bytes`` is known
+    seconds: float | None  # that these bytes take at the given rate
+    fp32_seconds: float  # that all-reduce of the same gradients takes, in 4 bytes an element
+    bf16_seconds: float  # the same in 2 bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,34 +46,21 @@ _WHY = {
 
 @dataclass(frozen=True, kw_only=True)
 class Entered:
-    """A collective that a rank has begun.
+    """A collective that a rank has begun."""
 
-    Attributes:
-        number: in its group, from 1 on.
-        is_over: whether it is over on this rank.
-        mark: a checksum of all that must be the same on all ranks.
-        text: operation, dtype and shape.
-    """
-
-    number: int
-    is_over: bool
-    mark: int
-    text: str
+    number: int  # in its group, from 1 on
+    is_over: bool  # whether it is over on this rank
+    mark: int  # a checksum of all that must be the same on all ranks
+    text: str  # operation, dtype and shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupTrail:
-    """The newest collectives of a process group that a rank has begun.
+    """The newest collectives of a process group that a rank has begun."""
 
-    Attributes:
-        group: name, the same on all ranks.
-        size: number of ranks; 0: these are transfers between two ranks, whose numbers say nothing about other ranks.
-        entered: oldest first, at least one.
-    """
-
-    group: str
-    size: int
-    entered: tuple[Entered, ...]
+    group: str  # name, the same on all ranks
+    size: int  # number of ranks; 0: these are transfers between two ranks, whose numbers say nothing about other ranks
+    entered: tuple[Entered, ...]  # oldest first, at least one
 
     @property
     def newest(self) -> Entered:
@@ -87,19 +74,14 @@ class GroupTrail:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFound:
-    """A rank as its host's agent has found it.
-
-    Attributes:
-        trails: by group; None: its collectives are not observed.
-        stack: of all threads, if they could be had.
-    """
+    """A rank as its host's agent has found it."""
 
     rank: int
     host: str
     pid: int = 0
     doing: Doing = Doing.SILENT
-    trails: tuple[GroupTrail, ...] | None = None
-    stack: str = ""
+    trails: tuple[GroupTrail, ...] | None = None  # by group; None: its collectives are not observed
+    stack: str = ""  # of all threads, if they could be had
 
     def cut(self) -> RankFound:
         """The same within the bounds of what an honest agent sends."""

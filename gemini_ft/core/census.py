@@ -32,17 +32,11 @@ class Fate(StrEnum):
 
 @dataclass(frozen=True)
 class StateKind:
-    """One kind of state and its fate: a row of the table in docs/failure_model.md.
+    """One kind of state and its fate: a row of the table in docs/failure_model.md."""
 
-    Attributes:
-        what: the kind, in the plural.
-        fate: what becomes of it.
-        how: how it is captured, from what it is derived, or the way out.
-    """
-
-    what: str
-    fate: Fate
-    how: str
+    what: str  # the kind, in the plural
+    fate: Fate  # what becomes of it
+    how: str  # how it is captured, from what it is derived, or the way out
 
     def found(self, where: str, nbytes: int = 0, note: str = "") -> Finding:
         """A finding of this kind.
@@ -84,8 +78,7 @@ def rules() -> list[StateKind]:
 class Census:
     """The parts of one job's state, each with a function that walks it.
 
-    Args:
-        ignore: patterns (as for files) of names that are the user's.
+    ``ignore``: patterns (as for files) of names that are the user's.
     """
 
     def __init__(self, ignore: Iterable[str] = ()) -> None:
@@ -121,8 +114,7 @@ class Census:
     def take(self) -> list[Finding]:
         """The findings, if nothing is refused.
 
-        Raises:
-            UnsupportedStateError: something cannot be captured; each such thing is named, with the way out.
+        Raises UnsupportedStateError: something cannot be captured; each such thing is named, with the way out.
         """
         found = self.findings()
         if refused := [item for item in found if item.rule.fate is Fate.REFUSED]:

@@ -60,16 +60,12 @@ class Thaw:
 
 @dataclass(frozen=True, kw_only=True)
 class Fatal:
-    """A decision: the job must not go on; ``text`` is the error that every rank raises.
-
-    Attributes:
-        ranks: where ranks have diverged, those that differ from most others, or all of them if no side is the largest.
-        agreed: then, the newest committed version in which they were found to agree, or with which all began; None: there is none.
-    """
+    """A decision: the job must not go on; ``text`` is the error that every rank raises."""
 
     error: str
     text: str
-    ranks: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()  # where ranks have diverged, those that differ from most others, or all of them if no side is the largest
+    # then, the newest committed version in which they were found to agree, or with which all began; None: there is none
     agreed: Version | None = None
 
 

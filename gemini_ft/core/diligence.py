@@ -23,30 +23,20 @@ _CALM = 60  # times the first patience without a replacement, after which patien
 
 @dataclass(kw_only=True)
 class _Trial:
-    """The looks since the first one that counted against the agent.
+    """The looks since the first one that counted against the agent."""
 
-    Attributes:
-        began: when that was.
-        work: seconds that the agent had been at work until then; None: unknown.
-        looked: when the last look was.
-        late: looks that count against it.
-        others: looks that found it owing nothing, or not for long.
-        owed: seconds between looks in which it owed an answer.
-    """
-
-    began: float
-    work: float | None
-    looked: float
-    late: int = 0
-    others: int = 0
-    owed: float = 0.0
+    began: float  # when that was
+    work: float | None  # seconds that the agent had been at work until then; None: unknown
+    looked: float  # when the last look was
+    late: int = 0  # looks that count against it
+    others: int = 0  # looks that found it owing nothing, or not for long
+    owed: float = 0.0  # seconds between looks in which it owed an answer
 
 
 class Diligence:
     """One worker's view of its host's agent, and of the next ones if that is replaced.
 
-    Args:
-        patience: seconds without a commit after which an agent that owes answers is slow; 0: none ever is.
+    ``patience``: seconds without a commit after which an agent that owes answers is slow; 0: none ever is.
     """
 
     def __init__(self, patience: float) -> None:
@@ -87,8 +77,7 @@ class Diligence:
     def look(self, now: float, work: Callable[[], float | None]) -> bool:
         """Looks at the agent; returns whether it is slow and must be replaced.
 
-        Args:
-            work: returns the seconds for which the agent has been at work, or has waited for a processor; None: unknown.
+        ``work``: returns the seconds for which the agent has been at work, or has waited for a processor; None: unknown.
         """
         asked, trial = self._asked, self._trial
         if not self.patience or (asked is None and trial is None):

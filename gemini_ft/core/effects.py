@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gemini_ft.core.versions import Version
@@ -47,9 +47,9 @@ class Gathered:
     digest: str
     roots: dict[str, str]  # host -> the roots of its copies, one after the other in the order of their owners
 
-    def only(self, counts: Callable[[str], bool]) -> Gathered:
-        """The same without the hosts whose word does not count."""
-        return replace(self, roots={host: text for host, text in self.roots.items() if counts(host)})
+    def only(self, hosts: Container[str]) -> Gathered:
+        """The same without other hosts than these."""
+        return replace(self, roots={host: text for host, text in self.roots.items() if host in hosts})
 
     @property
     def hosts(self) -> Collection[str]:
@@ -58,8 +58,7 @@ class Gathered:
     def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
         """The reports host by host; ``held``: host -> owners of the shards that it holds, in their order.
 
-        Raises:
-            PeerError: a host holds nothing, or another number of shards than these can be the roots of.
+        Raises PeerError: a host holds nothing, or another number of shards than these can be the roots of.
         """
         out = []
         for host, text in self.roots.items():
@@ -88,8 +87,8 @@ class GatheredSkips:
     reason: str
     owners: dict[str, list[int]]  # host -> owners that are there
 
-    def only(self, counts: Callable[[str], bool]) -> GatheredSkips:
-        return replace(self, owners={host: owners for host, owners in self.owners.items() if counts(host)})
+    def only(self, hosts: Container[str]) -> GatheredSkips:
+        return replace(self, owners={host: owners for host, owners in self.owners.items() if host in hosts})
 
     @property
     def hosts(self) -> Collection[str]:

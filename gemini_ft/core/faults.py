@@ -189,8 +189,7 @@ def _host(given: str, world: World) -> str:
 def parse(text: str) -> tuple[Fault, ...]:
     """Reads a list of faults.
 
-    Raises:
-        ConfigError: an entry has an unknown word, a wrong value, or lacks something; it says what is allowed.
+    Raises ConfigError: an entry has an unknown word, a wrong value, or lacks something; it says what is allowed.
     """
     entries = [entry for entry in (part.strip() for part in re.split(r"[;\n]", text)) if entry]
     return tuple(_entry(number, entry) for number, entry in enumerate(entries))

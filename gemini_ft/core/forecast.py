@@ -197,8 +197,7 @@ def draw(cluster: Cluster, until: float, rng: Random) -> Iterator[Failure]:
 def in_memory(cluster: Cluster, failures: Sequence[Failure], until: float, holders: Sequence[Sequence[frozenset[int]]]) -> RunOutcome:
     """A run with copies in memory, and checkpoints that go from there to storage beside the training.
 
-    Args:
-        holders: for each host, the sets of hosts that hold a shard together and that it is in.
+    ``holders``: for each host, the sets of hosts that hold a shard together and that it is in.
     """
     out = RunOutcome()
     interval = cluster.every * cluster.step

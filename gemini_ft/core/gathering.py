@@ -24,8 +24,7 @@ class Bundles:
     Waiting costs nothing but time: nothing is committed before the last copy is reported, and whatever is lost on the way is repeated
     from the slots (`gemini_ft.core.protocol.Host.reports`). How long to wait for copies that are late is for the caller to say.
 
-    Args:
-        holders: owner -> hosts, the owner's own first.
+    ``holders``: owner -> hosts, the owner's own first.
     """
 
     def __init__(self, host: str, holders: Mapping[int, tuple[str, ...]]) -> None:
@@ -73,8 +72,7 @@ class Bundles:
 class Gathering:
     """Gathers what a collector's hosts, its own among them, have to report until it is all there; the caller says how long to wait.
 
-    Args:
-        holders: owner -> hosts, the owner's own first.
+    ``holders``: owner -> hosts, the owner's own first.
     """
 
     def __init__(self, name: str, holders: Mapping[int, tuple[str, ...]]) -> None:

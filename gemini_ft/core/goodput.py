@@ -29,27 +29,16 @@ class Phase(StrEnum):
 
 @dataclass(kw_only=True)
 class FailureCost:
-    """One failure, and the time that it has cost.
+    """One failure, and the time that it has cost."""
 
-    Attributes:
-        at: time at which it was known.
-        cause: why the first worker failed; empty: unknown.
-        host: that worker's host; empty: unknown.
-        step: the last step that had ended.
-        resumed: the step that was resumed; None: none yet.
-        incarnation: number of the attempt that it has ended.
-        count: number of failures of one cause that are added up here; the rest is told of the last of them.
-        seconds: time lost by phase, the replay included.
-    """
-
-    at: float
-    cause: str
-    host: str
-    step: int
-    incarnation: int = 0
-    resumed: int | None = None
-    count: int = 1
-    seconds: dict[Phase, float] = field(default_factory=dict)
+    at: float  # time at which it was known
+    cause: str  # why the first worker failed; empty: unknown
+    host: str  # that worker's host; empty: unknown
+    step: int  # the last step that had ended
+    incarnation: int = 0  # number of the attempt that it has ended
+    resumed: int | None = None  # the step that was resumed; None: none yet
+    count: int = 1  # number of failures of one cause that are added up here; the rest is told of the last of them
+    seconds: dict[Phase, float] = field(default_factory=dict)  # time lost by phase, the replay included
 
     def __post_init__(self) -> None:
         _refuse_wrong(self.seconds)
@@ -139,19 +128,13 @@ class TimeLedger(BookedTime):
 
     The reports of all ranks are booked together: a phase lasts until the last rank has left it, and a step ends with the first rank.
 
-    Args:
-        began: seconds, on the clock by which all calls tell the time.
-
-    Attributes:
-        seconds: time by phase, up to the last call.
-        failures: the oldest first; of each cause the older ones are added up.
-        earlier: the part of ``seconds`` that others had booked before this ledger began.
+    ``began``: seconds, on the clock by which all calls tell the time.
     """
 
     def __init__(self, began: float) -> None:
-        self.seconds = dict.fromkeys(Phase, 0.0)
-        self.failures: list[FailureCost] = []
-        self.earlier: Mapping[Phase, float] = {}
+        self.seconds = dict.fromkeys(Phase, 0.0)  # time by phase, up to the last call
+        self.failures: list[FailureCost] = []  # the oldest first; of each cause the older ones are added up
+        self.earlier: Mapping[Phase, float] = {}  # the part of ``seconds`` that others had booked before this ledger began
         self._at = began
         self._is_running = False  # an attempt is under way, and no failure of it is known
         self._incarnation = 0

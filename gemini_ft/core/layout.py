@@ -41,24 +41,16 @@ _NAMED = 5  # differences spelled out in an error
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSpec:
-    """One tensor as one rank sees it.
+    """One tensor as one rank sees it."""
 
-    Attributes:
-        name: unique on this rank, the same on all ranks of the group.
-        dtype: a key of `ITEMSIZES`.
-        shape: this rank's local shape.
-        group: sorted ranks that hold the very same bytes; ``(rank,)`` when the tensor is per rank.
-        logical: the whole tensor in words that are equal on all ranks (global shape and placements);
-            empty when the local shape is the whole.
-        frozen: it probably stays as it is (a parameter without gradient), so it is laid apart from what changes.
-            Part of `logical_hash`, for all ranks must cut alike, and not of the tensor's identity.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    group: tuple[int, ...]
+    name: str  # unique on this rank, the same on all ranks of the group
+    dtype: str  # a key of `ITEMSIZES`
+    shape: tuple[int, ...]  # this rank's local shape
+    group: tuple[int, ...]  # sorted ranks that hold the very same bytes; ``(rank,)`` when the tensor is per rank
+    # the whole tensor in words that are equal on all ranks (global shape and placements); empty when the local shape is the whole
     logical: str = ""
+    # it probably stays as it is (a parameter without gradient), so it is laid apart from what changes. Part of `logical_hash`, for all
+    # ranks must cut alike, and not of the tensor's identity.
     frozen: bool = field(default=False, compare=False)
 
     @property
@@ -97,21 +89,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The place of each piece of one owner's shard.
+    """The place of each piece of one owner's shard."""
 
-    Attributes:
-        pieces: by ascending offset; offsets are multiples of `ALIGNMENT`, nothing overlaps.
-        nbytes: size of the shard, a multiple of `ALIGNMENT`.
-        logical_hash: 16 hex digits of XXH3-64; equal on two ranks if and only if names, dtypes,
-            logical shapes and frozenness of all their tensors are, except those that are `PER_RANK`.
-        world_size: ranks of the job that made the cuts.
-        groups: all groups that the owner belongs to, also those whose tensors are too small for it to own a byte.
-    """
-
-    pieces: tuple[Piece, ...]
-    nbytes: int
+    pieces: tuple[Piece, ...]  # by ascending offset; offsets are multiples of `ALIGNMENT`, nothing overlaps
+    nbytes: int  # size of the shard, a multiple of `ALIGNMENT`
+    # 16 hex digits of XXH3-64; equal on two ranks if and only if names, dtypes, logical shapes and frozenness of all their tensors are,
+    # except those that are `PER_RANK`
     logical_hash: str
-    world_size: int
+    world_size: int  # ranks of the job that made the cuts
+    # all groups that the owner belongs to, also those whose tensors are too small for it to own a byte
     groups: tuple[tuple[int, ...], ...] = ()
     _by_name: Mapping[str, Piece] = field(init=False, repr=False, compare=False)
 

@@ -87,8 +87,7 @@ class Ledger:
     def report(self, report: Report | Copies | Gathered | GatheredSkips, now: float) -> list[Decision]:
         """Takes in a host's reports, in the order in which they were made. Old news changes nothing.
 
-        Raises:
-            PeerError: roots are not of the copies that a host holds.
+        Raises PeerError: roots are not of the copies that a host holds.
         """
         folded = self._folded
         if isinstance(report, Skipped):
@@ -166,9 +165,8 @@ class Ledger:
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
         """Leaves out holders that keep the others waiting; the owner's own copy always counts.
 
-        Args:
-            absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
-                what was committed before stays where it is.
+        ``absent``: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and what
+        was committed before stays where it is.
         """
         silent, folded = frozenset(absent), self._folded
         under_way: dict[Version, Round | FoldedRound] = dict(self._rounds)

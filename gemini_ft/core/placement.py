@@ -35,8 +35,7 @@ def place(hosts: Sequence[str], replicas: int, domains: Mapping[str, str] | None
         host -> its holders, itself first. Every host sends and receives ``replicas - 1`` shards.
         A single host gets itself alone, whatever ``replicas`` says.
 
-    Raises:
-        ConfigError: too few hosts, a host given twice, or one without a domain.
+    Raises ConfigError: too few hosts, a host given twice, or one without a domain.
     """
     _check(hosts, replicas, domains or {})
     ordered = sorted(hosts)

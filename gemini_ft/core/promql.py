@@ -66,8 +66,7 @@ class History:
 def evaluate(text: str, history: History, at: float) -> Value:
     """Returns the result of a query at a time; a vector has the labels of each result.
 
-    Raises:
-        ConfigError: it is no query, or uses what this part of the language lacks.
+    Raises ConfigError: it is no query, or uses what this part of the language lacks.
     """
     evaluation = _Evaluation(text, history, at)
     found = evaluation.joined()
@@ -78,8 +77,7 @@ def evaluate(text: str, history: History, at: float) -> Value:
 def seconds_of(text: str) -> float:
     """Returns the seconds of a duration, such as ``10m``.
 
-    Raises:
-        ConfigError: it is none.
+    Raises ConfigError: it is none.
     """
     if re.fullmatch(r"\d+[smhd]", text) is None:
         raise ConfigError(f"{text!r} is no duration: a number and one of s, m, h, d")

@@ -40,21 +40,13 @@ class LinkCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """The data that has to travel once per snapshot.
+    """The data that has to travel once per snapshot."""
 
-    Attributes:
-        nbytes: of the shard.
-        copies: peers it travels to, one after the other (replicas minus the owner's own).
-        buffer_bytes: reserved on the device for chunks under way (R).
-        parts: sub-buffers of it (p), so that one is received into while others are drained.
-        gamma: part of each span that is used; the rest is for jitter.
-    """
-
-    nbytes: int
-    copies: int = 1
-    buffer_bytes: int = 128 * 2**20
-    parts: int = 4
-    gamma: float = 0.8
+    nbytes: int  # of the shard
+    copies: int = 1  # peers it travels to, one after the other (replicas minus the owner's own)
+    buffer_bytes: int = 128 * 2**20  # reserved on the device for chunks under way (R)
+    parts: int = 4  # sub-buffers of it (p), so that one is received into while others are drained
+    gamma: float = 0.8  # part of each span that is used; the rest is for jitter
 
     def __post_init__(self) -> None:
         if self.nbytes < 0 or self.copies < 0:
@@ -82,26 +74,18 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """All chunks of one snapshot, in the order in which they travel.
+    """All chunks of one snapshot, in the order in which they travel."""
 
-    Attributes:
-        chunks: those of a span follow each other; overflow comes last.
-        used: seconds of each span that its chunks take by the cost model.
-        overflow_bytes: bytes for which no span has room.
-        overflow_seconds: how long they delay the next update, by the cost model.
-    """
-
-    chunks: tuple[ScheduledChunk, ...]
-    used: tuple[float, ...]
-    overflow_bytes: int
-    overflow_seconds: float
+    chunks: tuple[ScheduledChunk, ...]  # those of a span follow each other; overflow comes last
+    used: tuple[float, ...]  # seconds of each span that its chunks take by the cost model
+    overflow_bytes: int  # bytes for which no span has room
+    overflow_seconds: float  # how long they delay the next update, by the cost model
 
 
 def schedule(spans: Sequence[float], transfer: Transfer, link: LinkCost) -> Schedule:
     """Puts every byte of every copy into spans, in order (algorithm 2).
 
-    Args:
-        spans: seconds of each idle span, in the order of the step.
+    ``spans``: seconds of each idle span, in the order of the step.
 
     Returns:
         Every byte exactly once per copy; no span holds more than ``gamma`` of its seconds.

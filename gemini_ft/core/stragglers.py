@@ -21,15 +21,10 @@ _KEPT = 4  # windows that wait for reports of some ranks; older ones are given u
 
 @dataclass(frozen=True, kw_only=True)
 class WorkTime:
-    """A rank's time in one step, the median of a window, in seconds.
+    """A rank's time in one step, the median of a window, in seconds."""
 
-    Attributes:
-        step: all of it.
-        alone: the part for which none of its collectives was under way.
-    """
-
-    step: float
-    alone: float
+    step: float  # all of it
+    alone: float  # the part for which none of its collectives was under way
 
 
 class WorkWindow:
@@ -60,14 +55,11 @@ class StragglerWatch:
     Args:
         factor: how many times as long as the median of all ranks a slow one works alone; 0: none is ever slow.
         slow: the ranks that were slow when the leader before this one was lost, as far as is known.
-
-    Attributes:
-        slow: the ranks that are slow now.
     """
 
     def __init__(self, hosts: Sequence[str], factor: float, slow: Iterable[int] = ()) -> None:
         self._hosts, self._factor = hosts, factor
-        self.slow: frozenset[int] = frozenset(slow) & frozenset(range(len(hosts)))
+        self.slow: frozenset[int] = frozenset(slow) & frozenset(range(len(hosts)))  # the ranks that are slow now
         self._windows: dict[int, dict[int, WorkTime]] = {}  # end of the window -> rank -> its times
         self._streaks = dict.fromkeys(range(len(hosts)), 0)  # windows in a row that contradict `slow`
 

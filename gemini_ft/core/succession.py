@@ -36,14 +36,11 @@ class Succession:
         order: the candidates; the same on all hosts.
         timeout: seconds without a sign of life after which the first leader counts as lost; 0: never.
         goes_on: whether the session has begun long ago, and this host's agent is another one.
-
-    Attributes:
-        epoch: the newest one of which this host knows that it is led; it obeys no older one.
     """
 
     def __init__(self, name: str, order: Sequence[str], size: int, now: float, timeout: float, goes_on: bool = False) -> None:
         self.name, self._order, self._size, self._timeout = name, order, size, timeout
-        self.epoch = 0
+        self.epoch = 0  # the newest one of which this host knows that it is led; it obeys no older one
         self._lost: float | None = now if goes_on else now + OPENING  # since when the leader is not reached; None: it is, or who knows
         is_alone = len(order) == 1 or not timeout  # no other host ever leads
         self.begins_as_leader = name == order[0] and (not goes_on or is_alone)  # else another one may lead by now, and is asked

@@ -28,21 +28,13 @@ _FALLS = 2  # reports in a row after which an interval that is longer than neede
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """A worker's present use of the network.
+    """A worker's present use of the network."""
 
-    Attributes:
-        in_flight: collectives of the training that have begun and are not over.
-        begun: collectives that have begun since the step did.
-        step: steps that have ended.
-        since: when ``in_flight`` last fell to zero, or the step began if that was later; seconds of the monotonic clock.
-        waiting: whether the training stands still until a snapshot has travelled.
-    """
-
-    in_flight: int = 0
-    begun: int = 0
-    step: int = 0
-    since: float = 0.0
-    waiting: bool = False
+    in_flight: int = 0  # collectives of the training that have begun and are not over
+    begun: int = 0  # collectives that have begun since the step did
+    step: int = 0  # steps that have ended
+    since: float = 0.0  # when ``in_flight`` last fell to zero, or the step began if that was later; seconds of the monotonic clock
+    waiting: bool = False  # whether the training stands still until a snapshot has travelled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,19 +49,12 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class ObservedStep:
-    """One step of the training, on one rank.
+    """One step of the training, on one rank."""
 
-    Attributes:
-        collectives: in the order in which they began.
-        seconds: how long it took.
-        carried: until when collectives of the step before went on, in seconds since this one began.
-        began: by the host's monotonic clock, in seconds.
-    """
-
-    collectives: tuple[Collective, ...]
-    seconds: float
-    carried: float = 0.0
-    began: float = 0.0
+    collectives: tuple[Collective, ...]  # in the order in which they began
+    seconds: float  # how long it took
+    carried: float = 0.0  # until when collectives of the step before went on, in seconds since this one began
+    began: float = 0.0  # by the host's monotonic clock, in seconds
 
     @property
     def order(self) -> tuple[str, ...]:
@@ -87,21 +72,13 @@ class ObservedStep:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """Steps whose collectives come in the same order.
+    """Steps whose collectives come in the same order."""
 
-    Attributes:
-        gaps: seconds of idle network, by the number of collectives that have begun; a low quantile over the steps.
-        begins: when each of these begins, in seconds since the step did; median.
-        spread: standard deviation of each gap, in seconds.
-        seconds: median length of a step.
-        steps: how many were observed.
-    """
-
-    gaps: tuple[float, ...]
-    begins: tuple[float, ...]
-    spread: tuple[float, ...]
-    seconds: float
-    steps: int
+    gaps: tuple[float, ...]  # seconds of idle network, by the number of collectives that have begun; a low quantile over the steps
+    begins: tuple[float, ...]  # when each of these begins, in seconds since the step did; median
+    spread: tuple[float, ...]  # standard deviation of each gap, in seconds
+    seconds: float  # median length of a step
+    steps: int  # how many were observed
 
     @property
     def idle(self) -> float:

@@ -21,8 +21,7 @@ class Incarnation(NamedTuple):
     def after(cls, known: Iterable[Incarnation]) -> Incarnation:
         """Returns a fresh incarnation above every one in ``known``.
 
-        Raises:
-            RecoveryError: there is none: no job comes that far, and what such a one stored could not be found again.
+        Raises RecoveryError: there is none: no job comes that far, and what such a one stored could not be found again.
         """
         highest = max(known, key=lambda item: item.number, default=cls(0, ""))
         if highest.number >= MOST:

@@ -98,8 +98,7 @@ def document(state: State | EngineStates, optimizers: bool = True, flat: bool = 
 
     What a script has saved itself comes under its own keys, flattened.
 
-    Args:
-        flat: the optimizer as with ``flatten_optimizer_state_dict``: {"state.<name>.<key>": value, "param_groups.<name>.<key>": value}.
+    ``flat``: the optimizer as with ``flatten_optimizer_state_dict``: {"state.<name>.<key>": value, "param_groups.<name>.<key>": value}.
     """
     if isinstance(state, State) and state.is_written:
         return state.model(raw=True) | state.values
@@ -129,8 +128,7 @@ def write_safetensors(checkpoint: Checkpoint, path: Path) -> None:
 
     Tied tensors are there once, under their first name; the header's metadata has the others, as ``safetensors.torch`` does.
 
-    Raises:
-        UnsupportedStateError: a dtype is unknown to safetensors; the tensor is named.
+    Raises UnsupportedStateError: a dtype is unknown to safetensors; the tensor is named.
     """
     state = read_states(checkpoint, optimizers=False)
     tied = state.tied

@@ -55,26 +55,16 @@ class StorageShard:
 
 @dataclass(kw_only=True)
 class Checkpoint:
-    """A checkpoint that can be read. Close it soon: in memory it takes a slot from the job until then.
-
-    Attributes:
-        stream: which line of snapshots: ``main`` of a plain loop, ``fit-0``, ``fabric-0``.
-        version: of the state.
-        where: in words.
-        shards: by owner, all ranks of the job.
-        secret: of the run, to check the signature of pickles.
-        trust_pickle: whether pickles without a valid signature may be loaded.
-        held: keeps the files that are read from being deleted, until ``close``.
-    """
+    """A checkpoint that can be read. Close it soon: in memory it takes a slot from the job until then."""
 
     run: str
-    stream: str
-    version: Version
-    where: str
-    shards: Sequence[RememberedShard | StorageShard]
-    secret: bytes | None
-    trust_pickle: bool
-    held: ExitStack = field(default_factory=ExitStack)
+    stream: str  # which line of snapshots: ``main`` of a plain loop, ``fit-0``, ``fabric-0``
+    version: Version  # of the state
+    where: str  # in words
+    shards: Sequence[RememberedShard | StorageShard]  # by owner, all ranks of the job
+    secret: bytes | None  # of the run, to check the signature of pickles
+    trust_pickle: bool  # whether pickles without a valid signature may be loaded
+    held: ExitStack = field(default_factory=ExitStack)  # keeps the files that are read from being deleted, until ``close``
 
     @property
     def step(self) -> int:
@@ -109,8 +99,7 @@ class Checkpoint:
 def refusing_nonsense(checkpoint: Checkpoint) -> Iterator[None]:
     """Turns what code meets in a small state that is not of its shape into one error: whoever can write to the storage can forge it.
 
-    Raises:
-        CorruptDataError: something was not as it must be.
+    Raises CorruptDataError: something was not as it must be.
     """
     try:
         yield
@@ -124,8 +113,7 @@ def find(
 ) -> Checkpoint:
     """Finds the checkpoint: in the storage at ``url`` if that is given, else in memory, else in the configured storage.
 
-    Raises:
-        GeminiError: there is none, or not one alone; see `from_memory` and `from_storage`.
+    Raises GeminiError: there is none, or not one alone; see `from_memory` and `from_storage`.
     """
     config = load_config()
     secret, settings = read_secret(config) or None, config.storage

@@ -27,21 +27,13 @@ WRITTEN = "state dict"  # in place of the name of a model: a snapshot is what `g
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """The state of one optimizer.
+    """The state of one optimizer."""
 
-    Attributes:
-        names: its parameters, in its own order, as in the model's state dict.
-        sizes: parameters in each group.
-        groups: hyperparameters of each group.
-        state: name -> key -> tensor or value.
-        other: state that belongs to no parameter.
-    """
-
-    names: list[str]
-    sizes: list[int]
-    groups: list[dict[str, Any]]
-    state: dict[str, dict[str, Any]]
-    other: dict[Any, Any] = field(default_factory=dict)
+    names: list[str]  # its parameters, in its own order, as in the model's state dict
+    sizes: list[int]  # parameters in each group
+    groups: list[dict[str, Any]]  # hyperparameters of each group
+    state: dict[str, dict[str, Any]]  # name -> key -> tensor or value
+    other: dict[Any, Any] = field(default_factory=dict)  # state that belongs to no parameter
 
 
 class State:
@@ -55,12 +47,6 @@ class State:
         StateError: it was made by a gemini-ft that did not keep the names, or holds a pickle that is not trusted.
         CorruptDataError: a checksum does not match.
         UnsupportedStateError: parts of a tensor cannot be put in their places.
-
-    Attributes:
-        tensors: what reads them.
-        declared: name -> tensor on the device ``meta``, the one that the state dicts have; empty where all have been read.
-        is_written: `model` is what a script has saved, whatever that was.
-        values: key -> value, of what a script has saved beside tensors; of the first rank that had it.
     """
 
     def __init__(self, checkpoint: Checkpoint, optimizers: bool, declared: bool = False) -> None:
@@ -77,20 +63,21 @@ class State:
                     f"{model}.{strange[0]} ({len(strange)} in all) is sharded over a mesh whose ranks are not in their order, so its parts "
                     "cannot be put together from here; save this model with its own tools"
                 )
-        self.is_written = WRITTEN in self._naming
-        self.values: dict[str, Any] = {}
+        self.is_written = WRITTEN in self._naming  # `model` is what a script has saved, whatever that was
+        self.values: dict[str, Any] = {}  # what a script has saved beside tensors; of the first rank that had it
         for owner in reversed(range(len(checkpoint.shards))) if self.is_written else ():
             self.values |= on_cpu(checkpoint.extras_of(owner, "tensors", "values"))
         self._extras: dict[str, Any] = on_cpu(checkpoint.extras("tensors")) if optimizers else {}
+        # what reads them
         self.tensors = WholeTensors(checkpoint.shards, lambda name: not is_gradient(name) and (optimizers or not _OPTIMIZER.match(name)))
+        # name -> tensor on the device ``meta``, the one that the state dicts have; empty where all have been read
         self.declared = self.tensors.declared() if declared else {}
         self._tensors = self.declared or self.tensors.read()
 
     def model(self, raw: bool = False) -> dict[str, torch.Tensor]:
         """Name -> tensor; tied tensors under each of their names, buffers that are not persistent left out.
 
-        Args:
-            raw: the keys of ``state_dict()`` itself, in which torch.compile leaves its marks.
+        ``raw``: the keys of ``state_dict()`` itself, in which torch.compile leaves its marks.
         """
         return {key if raw else key.replace("_orig_mod.", ""): self._tensors[name] for key, name in self._keys.items()}
 
@@ -172,8 +159,7 @@ _MOST_EMPTY = 1000  # groups without a parameter
 def numbered_groups(groups: Sequence[Mapping[str, Any]], sizes: Sequence[int], count: int) -> list[dict[str, Any]]:
     """Parameter groups with ``sizes`` parameters each, which are numbered as ``torch.optim.Optimizer.state_dict`` does it.
 
-    Raises:
-        CorruptDataError: these are not ``count`` parameters, or there are too many groups for them.
+    Raises CorruptDataError: these are not ``count`` parameters, or there are too many groups for them.
     """
     if not all(type(size) is int and size >= 0 for size in sizes) or sum(sizes) != count or len(sizes) > count + _MOST_EMPTY:
         raise CorruptDataError(f"{len(sizes)} groups of an optimizer do not hold its {count} parameters; use another checkpoint")

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,19 +45,19 @@ class StagingFolder:
         self.folder, self._old = folders_of(lock)
         self._fd = fd
 
-    def take_place(self, target: Path, own: Callable[[str], bool]) -> None:
+    def take_place(self, target: Path, own: str) -> None:
         """Lets the folder take the place of ``target``, in one go where the file system can; ``target`` may be missing.
 
         Args:
             target: in the same folder as this one.
-            own: tells by its name what of the old content may be deleted; anything else moves over.
+            own: pattern of the names of old content that may be deleted; anything else moves over.
         """
         if not target.exists():
             self.folder.rename(target)
             return
         before = self.folder if exchange(self.folder, target) else self._change_over(target)
         for path in list(before.iterdir()):
-            if not own(path.name):
+            if not re.fullmatch(own, path.name):
                 path.rename(target / path.name)
             elif path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -139,19 +139,12 @@ def exchange(one: Path, other: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """The files that one format writes.
+    """The files that one format writes."""
 
-    Attributes:
-        name: the one file; None: a folder of several.
-        last: the file that names the others, and without which they are no checkpoint.
-        own: a pattern of the names in such a folder; files in folders go by their first part.
-        tagged: ``last`` holds the name of the folder that all others are in.
-    """
-
-    name: str | None = None
-    last: str = ""
-    own: str = ""
-    tagged: bool = False
+    name: str | None = None  # the one file; None: a folder of several
+    last: str = ""  # the file that names the others, and without which they are no checkpoint
+    own: str = ""  # a pattern of the names in such a folder; files in folders go by their first part
+    tagged: bool = False  # ``last`` holds the name of the folder that all others are in
 
 
 DCP = Target(last=".metadata", own=r"\.metadata|.*\.distcp")
@@ -212,7 +205,7 @@ def _local(folder: Path, target: Target, overwrite: bool) -> Iterator[Path]:
             (place.folder / name).replace(folder / name)
             local.sync(folder)
         else:
-            place.take_place(folder, lambda entry: re.fullmatch(target.own, entry) is not None)
+            place.take_place(folder, target.own)
             local.sync(folder.parent)
 
 

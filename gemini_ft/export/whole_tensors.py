@@ -27,8 +27,7 @@ class WholeTensors:
     """The tensors of a checkpoint whose names are ``wanted``, to be put together from all ranks' shards. Buffers are those of rank 0, and
     what only some ranks have is that of the first of them.
 
-    Args:
-        shards: of all ranks, by owner. Every byte is compared with its checksum as it is read.
+    ``shards``: of all ranks, by owner. Every byte is compared with its checksum as it is read.
 
     Raises:
         CorruptDataError: a checksum does not match, or something is missing from the shards.

@@ -19,15 +19,7 @@ from gemini_ft.core.layout import Read
 from gemini_ft.deepspeed.reshard import Cut, Fragment, OldShards
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.export.source import Checkpoint
-from gemini_ft.export.state_dicts import (
-    OptimizerState,
-    State,
-    checked_aliases,
-    numbered_groups,
-    on_cpu,
-    save_file,
-    tied_keys,
-)
+from gemini_ft.export.state_dicts import OptimizerState, State, checked_aliases, numbered_groups, on_cpu, save_file, tied_keys
 from gemini_ft.export.whole_tensors import check_covered
 from gemini_ft.recovery.restore import scatter
 from gemini_ft.state import codec
@@ -48,24 +40,19 @@ def is_engine(checkpoint: Checkpoint) -> bool:
 class Engine:
     """The state of all ranks of an engine in one checkpoint.
 
-    Args:
-        checkpoint: where to read; it stays open.
+    ``checkpoint``: where to read; it stays open.
 
     Raises:
         UnsupportedStateError: of a pipeline, whose stages hold different layers, or of ranks that were trained alone.
         CorruptDataError: a tensor is not whole.
         StateError: it holds a pickle that is not trusted.
-
-    Attributes:
-        about: see `gemini_ft.deepspeed.partitions.about`.
-        extras: of each rank, see `gemini_ft.deepspeed.state.EngineState.extras`.
-        cuts: of each rank.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._shards = checkpoint.shards
+        # of each rank, see `gemini_ft.deepspeed.state.EngineState.extras`
         self.extras = [checkpoint.extras_of(owner, "tensors") for owner in range(len(checkpoint.shards))]
-        self.about = codec.decode(self.extras[0]["about"])
+        self.about = codec.decode(self.extras[0]["about"])  # see `gemini_ft.deepspeed.partitions.about`
         checked_aliases(self.about["keys"])
         if any(name.startswith(f"{KEY}.outer") for name in (self.extras[0].get(KEY) or {}).get("names", ())):
             raise UnsupportedStateError(
@@ -74,7 +61,7 @@ class Engine:
             )
         if any(value["about"] != self.extras[0]["about"] for value in self.extras):
             raise UnsupportedStateError("the ranks hold different layers (a pipeline); only engines with one stage can be exported")
-        self.cuts = [Cut.unpack(codec.decode(value["cut"])) for value in self.extras]
+        self.cuts = [Cut.unpack(codec.decode(value["cut"])) for value in self.extras]  # of each rank
         layouts = {owner: shard.layout for owner, shard in enumerate(self._shards)}
         check_covered([piece for layout in layouts.values() for piece in layout.pieces])
         self._places = OldShards(layouts, dict(enumerate(self.cuts)))

@@ -125,8 +125,7 @@ class Scene:
 def arm(orders: Orders, scene: Scene) -> None:
     """Prepares for ``at_step``; the Checkpointer calls it once the ranks have come together.
 
-    Raises:
-        ConfigError: a fault names what this job does not have, or would do harm.
+    Raises ConfigError: a fault names what this job does not have, or would do harm.
     """
     global drill
     faults = parse(orders.text)
@@ -317,8 +316,7 @@ def _storage_folder(url: str | None) -> Path:
 def check_room(url: str | None) -> None:
     """Limits how much a drill may write: it must not write a terabyte, least of all into a shared file system.
 
-    Raises:
-        ConfigError: filling it would take more than the limit.
+    Raises ConfigError: filling it would take more than the limit.
     """
     folder = _storage_folder(url)
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,7 @@ PERIOD = 1.0  # seconds from one stop to the next
 def slow_down(pid: int, share: float, seconds: float, period: float = PERIOD) -> subprocess.Popen[bytes]:
     """Makes a process slow, until the one that is returned ends: after that time, with the slow one, or at SIGTERM.
 
-    Args:
-        share: of each period, in which it may run.
+    ``share``: of each period, in which it may run.
 
     Raises:
         ProcessLookupError: there is no such process.

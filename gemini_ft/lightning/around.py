@@ -9,8 +9,7 @@ from typing import Any
 class Around:
     """A function in place of a method of one object. What is copied or pickled with the object has the method itself.
 
-    Args:
-        function: is called in its place, with the method before the arguments.
+    ``function``: is called in its place, with the method before the arguments.
     """
 
     def __init__(self, holder: Any, name: str, function: Callable[..., Any]) -> None:

@@ -23,15 +23,11 @@ from gemini_ft.worker.rendezvous import init_process_group
 
 
 class Gemini:
-    """The first of a strategy's bases, before Lightning's own.
+    """The first of a strategy's bases, before Lightning's own."""
 
-    Attributes:
-        gemini_config: options.
-        gradients: what synchronises the gradients, where a ``gradient_pipeline`` was given, as soon as the model is wrapped: a
-            `gemini_ft.GradientSynchronizer`, or an engine's `gemini_ft.deepspeed.EngineGradients`.
-    """
-
-    gemini_config: GeminiConfig
+    gemini_config: GeminiConfig  # options
+    # what synchronises the gradients, where a ``gradient_pipeline`` was given, as soon as the model is wrapped: a
+    # `gemini_ft.GradientSynchronizer`, or an engine's `gemini_ft.deepspeed.EngineGradients`
     gradients: Any = None
     _gemini_data_resume: DataResume
     _gemini_epoch_hooks: EpochHooks

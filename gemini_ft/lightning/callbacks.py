@@ -11,20 +11,7 @@ import importlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gemini_ft.core.census import (
-    CALLBACKS,
-    CALLBACKS_MADE,
-    CALLBACKS_REFUSED,
-    DATA,
-    LOADERS,
-    LOADERS_AGAIN,
-    LOGGERS,
-    LOGS,
-    LOOPS,
-    METRICS,
-    TICKETS,
-    Finding,
-)
+from gemini_ft.core import census
 from gemini_ft.errors import UnsupportedStateError
 from gemini_ft.faults import inject as faults
 from gemini_ft.lightning import trainer_callbacks, trainer_loops, trainer_metrics
@@ -43,7 +30,7 @@ def refuse_callbacks(callbacks: Sequence[Any]) -> None:
     """Raises UnsupportedStateError for the first callback that cannot be resumed; called before training begins."""
     for callback in callbacks:
         for name in trainer_callbacks.shipped_names(callback) & _REFUSED.keys():
-            raise UnsupportedStateError(f"{name} {_REFUSED[name]}; {CALLBACKS_REFUSED.how}")
+            raise UnsupportedStateError(f"{name} {_REFUSED[name]}; {census.CALLBACKS_REFUSED.how}")
 
 
 def save_config_again(callbacks: Sequence[Any]) -> None:
@@ -76,26 +63,26 @@ def _callback(package: str) -> Any:
     return type("Moments", (importlib.import_module(f"{package}.callbacks").Callback,), hooks)
 
 
-def findings(trainer: Any) -> Iterator[Finding]:
+def findings(trainer: Any) -> Iterator[census.Finding]:
     """Everything in a Trainer but flags and attributes that hooks set (`gemini_ft.state.modes`)."""
-    yield LOOPS.found("trainer", note=f"{len(trainer.lr_scheduler_configs)} schedulers")
+    yield census.LOOPS.found("trainer", note=f"{len(trainer.lr_scheduler_configs)} schedulers")
     for index, loader in enumerate(trainer_loops.training_loaders(trainer)):
         if (mark := bookmark_of(loader)) is not None:
             where = f"train_dataloader[{index}]"
-            rule = LOADERS_AGAIN if mark.way == "replay" else LOADERS
+            rule = census.LOADERS_AGAIN if mark.way == "replay" else census.LOADERS
             kept, lost = mark.changed()
             yield rule.found(where, note=f"{type(loader).__name__}, by {mark.way}")
-            yield from (DATA.found(f"{where}.{path}") for path in kept)
-            yield from (LOADERS_AGAIN.found(f"{where}.{path}") for path in lost)
+            yield from (census.DATA.found(f"{where}.{path}") for path in kept)
+            yield from (census.LOADERS_AGAIN.found(f"{where}.{path}") for path in lost)
     for name, metric in trainer_metrics.metrics_of(trainer)[0].items():
-        yield METRICS.found(name, note=type(metric).__name__)
+        yield census.METRICS.found(name, note=type(metric).__name__)
     for name, first in trainer_callbacks.tickets(trainer).items():
-        yield TICKETS.found(name, 0 if first is None else first.nbytes)
+        yield census.TICKETS.found(name, 0 if first is None else first.nbytes)
     for index, callback in enumerate(trainer.callbacks):
-        rule = CALLBACKS if trainer_callbacks.has_state(callback) else CALLBACKS_MADE
+        rule = census.CALLBACKS if trainer_callbacks.has_state(callback) else census.CALLBACKS_MADE
         yield rule.found(f"callback.{index}", note=type(callback).__name__)
     for index, logger in enumerate(trainer.loggers):
-        rule = LOGS if is_followed(logger) else LOGGERS
+        rule = census.LOGS if is_followed(logger) else census.LOGGERS
         yield rule.found(f"logger.{index}", note=type(logger).__name__)
 
 

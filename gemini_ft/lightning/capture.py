@@ -24,8 +24,7 @@ Tensors = Mapping[str, torch.Tensor]
 def capture(trainer: Any, live: Tensors) -> dict[str, Any]:
     """The extras of a snapshot. They refer to live objects, so encode them at once.
 
-    Args:
-        live: the state dict that the strategy hands out while the checkpoint is made.
+    ``live``: the state dict that the strategy hands out while the checkpoint is made.
     """
     checkpoint = trainer_checkpoints.without_hyper_parameters(trainer, trainer_checkpoints.dump_checkpoint(trainer))
     del checkpoint["optimizer_states"]
@@ -77,8 +76,7 @@ def restore(trainer: Any, package: str, extras: Mapping[str, Any], new_rank: int
 
     It has to be this late, because everything on the way there draws random numbers, resets metrics, or counts.
 
-    Args:
-        new_rank: of this rank, where there is no state of its own number.
+    ``new_rank``: of this rank, where there is no state of its own number.
     """
     trainer_metrics.track(trainer, extras["trackers"])
     metrics, collections = trainer_metrics.metrics_of(trainer)

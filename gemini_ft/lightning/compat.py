@@ -20,8 +20,7 @@ _SUPPORTED = ("2.5.", "2.6.")
 def check_lightning(package: str) -> None:
     """Refuses a Lightning that this module was not written for.
 
-    Args:
-        package: "lightning.pytorch", "pytorch_lightning", "lightning.fabric" or "lightning_fabric".
+    ``package``: "lightning.pytorch", "pytorch_lightning", "lightning.fabric" or "lightning_fabric".
 
     Raises:
         ConfigError: another version, or one without the private parts that are needed.

@@ -129,8 +129,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def protect(self, state: dict[str, Any]) -> None:
         """Loads what there is to resume into ``state``, and snapshots it from now on, when a loader in it is asked for a batch. Collective.
 
-        Args:
-            state: models, optimizers, schedulers, loaders, and the counters of the loop, which it keeps there.
+        ``state``: models, optimizers, schedulers, loaders, and the counters of the loop, which it keeps there.
         """
         inner = compat.unwrapped(self._gemini_package, state)
         self.load_checkpoint(LATEST, inner)

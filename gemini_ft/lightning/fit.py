@@ -161,8 +161,7 @@ class Fit:
     def newer_of(self, path: Any, load: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The checkpoint at the user's ``ckpt_path`` or the snapshot that was found, whichever has more steps.
 
-        Args:
-            load: reads it. Not called if the run began with this very path: then it has got further since.
+        ``load``: reads it. Not called if the run began with this very path: then it has got further since.
         """
         assert self._found is not None
         if self._found["ckpt_path"] != str(path):

@@ -36,8 +36,7 @@ class FiguresLog:
 
     They do not pass through Lightning's own results, which are part of what is resumed.
 
-    Args:
-        gradients: the source of figures; those of the step as a whole are under "step", with its number.
+    ``gradients``: the source of figures; those of the step as a whole are under "step", with its number.
     """
 
     def __init__(self, trainer: Any, gradients: GradientState) -> None:

@@ -42,8 +42,7 @@ def sort_options(strategy: str, base: type, options: Mapping[str, Any]) -> Optio
 
     ``timeout`` is the name of two options: a timedelta is the process group's, seconds are gemini's.
 
-    Raises:
-        ConfigError: an option is unknown or has a wrong value.
+    Raises ConfigError: an option is unknown or has a wrong value.
     """
     rest = dict(options)
     data_resume = rest.pop("data_resume", os.environ.get("GEMINI_DATA_RESUME", "auto"))
@@ -84,8 +83,7 @@ def signature_of(base: type) -> inspect.Signature:
 def section_of(strategy: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The section "gemini" of a DeepSpeed configuration; empty if it has none.
 
-    Raises:
-        ConfigError: it has an option that gemini does not know.
+    Raises ConfigError: it has an option that gemini does not know.
     """
     section = config.get("gemini", {})
     if not isinstance(section, Mapping):

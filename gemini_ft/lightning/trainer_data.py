@@ -29,10 +29,6 @@ class Loading:
         loop: its ``fit_loop``, or the loop of its validation.
         present: what hooks have set; None before there is a module to look at.
         restore: puts that back.
-
-    Attributes:
-        asks: whether the loop is making its loaders, or is asking them for iterators and batches, and not the user's code.
-        made: how the present loaders were made, as plain data; None if there are none.
     """
 
     def __init__(self, trainer: Any, *, loop: Any, present: Callable[[], Modes | None], restore: Callable[[Modes], None]) -> None:
@@ -41,8 +37,8 @@ class Loading:
                 "loaders were made before the strategy was set up, by the script's configure_callbacks for example, and what they draw "
                 "until then cannot be restored; ask for them, or for estimated_stepping_batches, in setup, configure_optimizers or later"
             )
-        self.asks = False
-        self.made: dict[str, Any] | None = None
+        self.asks = False  # whether the loop is making its loaders, or is asking them for iterators and batches, and not the user's code
+        self.made: dict[str, Any] | None = None  # how the present loaders were made, as plain data; None if there are none
         self._trainer, self._loop, self._present, self._restore = trainer, loop, present, restore
         self._times = 0
         self._then: dict[str, Any] | None = None  # how those of the snapshot were made, until the loop has the same

@@ -146,8 +146,7 @@ def carry_over(trainer: Any, extras: Mapping[str, Any], resize: Resize | None) -
     Returns:
         The batches of each rank in a step.
 
-    Raises:
-        WorldSizeError: the batches cannot be shared out evenly among the present ranks.
+    Raises WorldSizeError: the batches cannot be shared out evenly among the present ranks.
     """
     loops, before = extras["loops"], int(extras["loops"]["accumulate_grad_batches"])
     accumulation = before if resize is None else resize.carried(before, "micro-batches of a step")
@@ -183,8 +182,7 @@ def refuse_end(trainer: Any, resize: Resize) -> None:
 def refuse_batches(trainer: Any) -> None:
     """Refuses, for ``elastic: batch``, what counts each rank's own batches, or steps at other times than after so many of them.
 
-    Raises:
-        ConfigError: there is something of the kind.
+    Raises ConfigError: there is something of the kind.
     """
     callbacks = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
     why = {

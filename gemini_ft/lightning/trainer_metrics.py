@@ -15,8 +15,7 @@ from gemini_ft.lightning.trainer_callbacks import modules_beside
 def logging_state(trainer: Any, metrics: Mapping[int, str]) -> dict[str, Any]:
     """The values that ``self.log`` has gathered since the epoch began, and those that were logged last.
 
-    Args:
-        metrics: id -> name of the module's torchmetrics; logged ones are stored as names.
+    ``metrics``: id -> name of the module's torchmetrics; logged ones are stored as names.
     """
     connector = trainer._logger_connector
     return {

@@ -116,8 +116,7 @@ class RememberedShard:
     Agents of this machine are asked first, then the other hosts of the job. A copy that fails in the middle, or has another root
     than the one that was committed, is left for the next one.
 
-    Raises:
-        RecoveryError: no copy can be had; the text says why. So do ``extras`` and ``chunks``.
+    Raises RecoveryError: no copy can be had; the text says why. So do ``extras`` and ``chunks``.
     """
 
     def __init__(self, memory: Remembered, owner: int, version: Version, root: str | None) -> None:
@@ -219,8 +218,7 @@ def _renew_all() -> None:
 def open_newest(memory: Remembered, iteration: int | None) -> tuple[Version, list[RememberedShard]]:
     """The newest version with ``iteration`` (None: the newest of all), and its shards by owner.
 
-    Raises:
-        RecoveryError: there is none, or a shard cannot be had; the text says why.
+    Raises RecoveryError: there is none, or a shard cannot be had; the text says why.
     """
     failure = RecoveryError(f"the agents of run {memory.run!r} hold no committed step yet")
     begin = changed = time.monotonic()

@@ -17,26 +17,17 @@ from gemini_ft.wire.worker_messages import SlotInfo
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryPlan:
-    """The version to resume, and its sources.
+    """The version to resume, and its sources."""
 
-    Attributes:
-        kind: where from.
-        version: which state; None: nothing.
-        sources: owner -> hosts with a complete copy (from storage: once it has been laid down there).
-        age: seconds since the copy was made (from storage: once it has been laid down).
-        lost: steps that copies existed of which cannot be resumed: not of all shards, or refused (kind: storage).
-        incomplete: iteration -> owners without any copy.
-        world_size: ranks of the job that made it, which is the number of its owners.
-        roots: owner -> root of its shard (`gemini_ft.core.roots`); none where a checkpoint in storage does not say it.
-    """
-
-    kind: Literal["nothing", "memory", "storage"]
-    version: Version | None = None
+    kind: Literal["nothing", "memory", "storage"]  # where from
+    version: Version | None = None  # which state; None: nothing
+    # owner -> hosts with a complete copy (from storage: once it has been laid down there)
     sources: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    age: float = 0.0
-    lost: int | None = None
-    incomplete: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    world_size: int = 0
+    age: float = 0.0  # seconds since the copy was made (from storage: once it has been laid down)
+    lost: int | None = None  # steps that copies existed of which cannot be resumed: not of all shards, or refused (kind: storage)
+    incomplete: Mapping[int, Sequence[int]] = field(default_factory=dict)  # iteration -> owners without any copy
+    world_size: int = 0  # ranks of the job that made it, which is the number of its owners
+    # owner -> root of its shard (`gemini_ft.core.roots`); none where a checkpoint in storage does not say it
     roots: Mapping[int, str] = field(default_factory=dict)
 
 

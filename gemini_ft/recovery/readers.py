@@ -259,8 +259,7 @@ def committed_roots(
 ) -> Mapping[int, str]:
     """Owner -> root of its committed shard, as another host's agent knows it; the leader's knows all of them.
 
-    Raises:
-        GeminiError: it does not answer, or is another one.
+    Raises GeminiError: it does not answer, or is another one.
     """
     with contextlib.closing(BlockingWire(address, claims.model_copy(update={"to": host}), secret, timeout)) as wire:
         asked = GetRoots(version=version)
@@ -275,8 +274,7 @@ def committed_roots(
 def check_description(about: Description, root: str | None, what: str) -> None:
     """Forms the root of a description, because layout and checksums can be wrong as well as the bytes; None: the committed one is unknown.
 
-    Raises:
-        CorruptDataError: it is not that of the commit.
+    Raises CorruptDataError: it is not that of the commit.
     """
     sizes = about.data_bytes, about.extras_bytes, about.chunk_bytes
     found = shard_root(about.owner, about.version, layout_digest(about.layout), sizes, about.digests)
@@ -335,8 +333,7 @@ class ShardReaders:
         layout only once; unless it follows so late that the peer has taken its slot back.
         ``part``: number of the part that is read, where others are read at the same time; each begins with another copy.
 
-        Raises:
-            RecoveryError: no copy could be read; the text says why each failed.
+        Raises RecoveryError: no copy could be read; the text says why each failed.
         """
         failures: list[str] = []
         hosts = self.candidates(owner, reader + part)

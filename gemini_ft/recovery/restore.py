@@ -34,8 +34,7 @@ def putting_back(step: int) -> Iterator[None]:
 
     Its format has a number, and checksums; that says nothing of what a development version, another script or an attacker has written.
 
-    Raises:
-        StateError: in place of whatever Python raises for a key, a type or a value that was not expected.
+    Raises StateError: in place of whatever Python raises for a key, a type or a value that was not expected.
     """
     try:
         yield

@@ -127,8 +127,7 @@ class Landing:
     def take(self, block: memoryview) -> None:
         """Takes the next block; bytes behind the end of the stream are ignored.
 
-        Raises:
-            CorruptDataError: a chunk is not what was committed.
+        Raises CorruptDataError: a chunk is not what was committed.
         """
         block = block[: self._left]
         self._left -= len(block)

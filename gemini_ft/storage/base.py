@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -29,8 +29,7 @@ SMALL = 256 * 2**20  # bytes; no object that is read in one piece, a manifest or
 def check_small(where: str, nbytes: int) -> None:
     """Checks that an object may be read in one piece: else any writer to the storage could take all memory.
 
-    Raises:
-        CorruptDataError: it is larger than any that this package writes.
+    Raises CorruptDataError: it is larger than any that this package writes.
     """
     if nbytes > SMALL:
         raise CorruptDataError(f"{where} has {nbytes:,} bytes, more than the {SMALL:,} that are read in one piece; it is not of gemini-ft")
@@ -50,8 +49,19 @@ class Steps:
         """Implements `RangeReader.close`."""
 
 
-def ignore(nbytes: int) -> None:
-    """Ignores the progress of a transfer."""
+class TransferCount(Protocol):
+    """A count of the bytes of one transfer."""
+
+    def add(self, nbytes: int) -> None:
+        """Counts bytes that are there now; called on any thread."""
+
+
+class _Uncounted:
+    def add(self, nbytes: int) -> None:
+        """Does nothing: nobody asks."""
+
+
+UNCOUNTED: TransferCount = _Uncounted()
 
 
 class RangeReader(Protocol):
@@ -75,11 +85,11 @@ class Storage(Protocol):
         bool  # whether every host finds the same under this URL, as with a bucket; a folder is another one where a mount is missing
     )
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
         """Writes the parts end to end as one durable object, in place of any that has this key.
 
         ``parts`` is consumed once and in order. If it raises, or the process dies, nothing becomes visible.
-        ``sent`` is told, on any thread, how many bytes more are there.
+        ``transfer`` counts the bytes that are there.
         """
 
     def get(self, key: str) -> bytes:
@@ -96,8 +106,7 @@ class Storage(Protocol):
     def list(self, prefix: str = "") -> Sequence[str]:
         """Returns all keys that begin with ``prefix``, sorted. Objects whose names are no keys are left out.
 
-        Raises:
-            StorageError: the storage cannot be listed, which is never taken for an empty listing.
+        Raises StorageError: the storage cannot be listed, which is never taken for an empty listing.
         """
         ...
 

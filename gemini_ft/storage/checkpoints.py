@@ -132,8 +132,7 @@ class CheckpointInfo:
 def write_manifest(storage: Storage, manifest: Manifest) -> None:
     """Writes the manifest, which makes the checkpoint exist. Its shards must be there.
 
-    Raises:
-        StorageError: a shard is missing, or the storage failed.
+    Raises StorageError: a shard is missing, or the storage failed.
     """
     present = set(storage.list(f"{manifest.folder}/"))
     if missing := sorted({record.key for record in manifest.shards.values()} - present):
@@ -204,8 +203,7 @@ def missing_shards(manifest: Manifest, files: Collection[str]) -> list[str]:
 def scan(storage: Storage, run: str | None, stream: str | None) -> dict[CheckpointInfo, set[str]]:
     """Every checkpoint, whole or torn, and its files; sorted by run and stream, then newest first.
 
-    Raises:
-        StorageError: the storage failed.
+    Raises StorageError: the storage failed.
     """
     prefix = "" if run is None else f"{run}/" if stream is None else f"{run}/{stream}/"
     found: dict[CheckpointInfo, set[str]] = {}
@@ -222,8 +220,7 @@ def scan(storage: Storage, run: str | None, stream: str | None) -> dict[Checkpoi
 def files_of(storage: Storage, folder: str) -> list[str]:
     """Keys of a checkpoint's files, the manifest first. Files of other programs beside them are left out.
 
-    Raises:
-        StorageError: the storage failed.
+    Raises StorageError: the storage failed.
     """
     found = [key for key in storage.list(f"{folder}/") if (match := _KEY.fullmatch(key)) and match["folder"] == folder]
     return sorted(found, key=lambda key: (not key.endswith(f"/{MANIFEST}"), key))
@@ -238,8 +235,7 @@ def with_checksum(document: BaseModel) -> bytes:
 def document(blob: bytes) -> dict[str, Any]:
     """The fields of a JSON document in storage, which anyone who can write there may have written.
 
-    Raises:
-        ValueError: it is no JSON object, or has more bytes or values than any manifest (they are counted before it is parsed).
+    Raises ValueError: it is no JSON object, or has more bytes or values than any manifest (they are counted before it is parsed).
     """
     if not blob.isascii() or len(blob) > _MOST_BYTES or sum(map(blob.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise ValueError(f"it has more than {_MOST_BYTES:,} bytes, {MOST_VALUES:,} values, or characters beyond ASCII")

@@ -25,16 +25,12 @@ Condition = Literal["listed", "whole", "lacking", "damaged", "gone", "torn"]
 
 @dataclass(frozen=True, kw_only=True)
 class Descent:
-    """The origin of an incarnation.
+    """The origin of an incarnation."""
 
-    Attributes:
-        lineage: versions that it descends from, oldest first; None: its manifests do not say (they are of before there was one).
-        overtaken: incarnations that it knows of beside its ancestors.
-        aside: of these, those that the user has left aside by the choice of a history: they stay as they are.
-    """
-
+    # versions that it descends from, oldest first; None: its manifests do not say (they are of before there was one)
     lineage: tuple[Version, ...] | None = ()
-    overtaken: frozenset[Incarnation] = frozenset()
+    overtaken: frozenset[Incarnation] = frozenset()  # incarnations that it knows of beside its ancestors
+    # of these, those that the user has left aside by the choice of a history: they stay as they are
     aside: frozenset[Incarnation] = frozenset()
 
 
@@ -90,21 +86,13 @@ class Sighting:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """Findings of a look at one run and stream in storage.
+    """Findings of a look at one run and stream in storage."""
 
-    Attributes:
-        sightings: every checkpoint, whole or not.
-        marks: versions that were reported as stored, by a mark in storage or on a host.
-        damaged_mark: the mark in storage cannot be read.
-        left_out: folder of the checkpoint that the mark names, if the listing leaves it out although it is there.
-        trouble: why the look is not complete; empty: it is.
-    """
-
-    sightings: tuple[Sighting, ...] = ()
-    marks: tuple[Version, ...] = ()
-    damaged_mark: bool = False
-    left_out: str = ""
-    trouble: str = ""
+    sightings: tuple[Sighting, ...] = ()  # every checkpoint, whole or not
+    marks: tuple[Version, ...] = ()  # versions that were reported as stored, by a mark in storage or on a host
+    damaged_mark: bool = False  # the mark in storage cannot be read
+    left_out: str = ""  # folder of the checkpoint that the mark names, if the listing leaves it out although it is there
+    trouble: str = ""  # why the look is not complete; empty: it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,8 +125,7 @@ Answer = CanResume | NothingStored | Unclear
 def decide(look: Look, history: str | None = None, found: bool = False) -> Answer:
     """Decides which checkpoint to resume.
 
-    Args:
-        history: an incarnation, by name; resume the line that went through it, as far as it has come by now.
+    ``history``: an incarnation, by name; resume the line that went through it, as far as it has come by now.
        found: accept the newest that is there, although something newer was reported as stored. The choice of a history does not
             imply that: it may have been made long ago, and the line have come further than can be seen now.
     """

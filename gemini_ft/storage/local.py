@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError
 from gemini_ft.hosts import machine_id
-from gemini_ft.storage.base import RangeReader, Steps, check_key, check_small, ignore, is_key, round_trip
+from gemini_ft.storage.base import UNCOUNTED, RangeReader, Steps, TransferCount, check_key, check_small, is_key, round_trip
 
 ABANDONED = 3600.0  # seconds since the last byte after which another lock domain's file counts as its dead writer's
 _NAME = re.compile(r"[A-Za-z0-9-]+\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.\d+\.\d+\.[0-9a-f]{8}")  # host, domain, process, begun, nonce
@@ -133,7 +133,7 @@ class LocalStorage:
         self.root, self._deletes = Path(root), deletes
         self.url = "file://" + quote(str(self.root))
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
         target = self.root / check_key(key)
         folder = self.root / _PARTIAL
         with self._explain(f"cannot write {key}"):
@@ -147,7 +147,7 @@ class LocalStorage:
                 size = 0
                 for part in parts:
                     size += _write(fd, memoryview(part).cast("B"))
-                    sent(len(part))
+                    transfer.add(len(part))
                 os.fsync(fd)
                 _rename(partial, target)
             except BaseException:

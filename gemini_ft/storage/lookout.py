@@ -56,8 +56,7 @@ class Lookout:
     def look(self, passed: Collection[str] = ()) -> Look:
         """Looks at the storage. Of each incarnation the newest sound manifest is read, the others only when they are needed.
 
-        Args:
-            passed: folders of checkpoints whose shards turned out to be damaged or gone when they were read.
+        ``passed``: folders of checkpoints whose shards turned out to be damaged or gone when they were read.
 
         Raises:
             FormatError: one is of a format that this version cannot read; going back to an older one silently would lose work.
@@ -77,8 +76,7 @@ class Lookout:
     def read(self, folder: str) -> Manifest | None:
         """The manifest of a checkpoint that the last look has listed; None: it is not sound, or not there.
 
-        Raises:
-            StorageError: the storage failed.
+        Raises StorageError: the storage failed.
         """
         if folder not in self.manifests:
             try:
@@ -208,8 +206,7 @@ def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
 def other_by_mark(storage: Storage, manifest: Manifest) -> Manifest | None:
     """The checkpoint that the run's mark names, which a listing may not show yet, if another job has stored it.
 
-    Raises:
-        StorageError: the storage failed.
+    Raises StorageError: the storage failed.
     """
     try:
         marked = read_mark(storage, manifest.run, manifest.stream)
@@ -233,8 +230,7 @@ def _unknown(storage: Storage, manifest: Manifest, version: Version) -> Manifest
 def within(seconds: float, what: str, work: Callable[[], _T]) -> _T:
     """Calls ``work`` in a thread and returns its result; a call that takes longer is left to itself.
 
-    Raises:
-        StorageError: it did not come to an end in time. Else whatever ``work`` raises.
+    Raises StorageError: it did not come to an end in time. Else whatever ``work`` raises.
     """
     outcome = on_thread(work, "gemini-storage")
     if not wait([outcome], seconds).done:

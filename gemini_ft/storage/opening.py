@@ -14,8 +14,7 @@ from gemini_ft.storage.local import LocalStorage
 def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int | None = None, deletes: bool = True) -> Storage:
     """Returns the storage behind ``file:///folder`` or ``s3://bucket/prefix``; nothing is touched before it is used.
 
-    Args:
-        deletes: whether `Storage.delete` does anything; else files stay until they are deleted by other means.
+    ``deletes``: whether `Storage.delete` does anything; else files stay until they are deleted by other means.
 
     Raises:
         ConfigError: the URL is none that this version can open, or boto3 is not installed.
@@ -37,8 +36,7 @@ def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int |
 def open_existing(url: str, endpoint_url: str | None = None) -> Storage:
     """Opens the storage behind a URL for reading.
 
-    Raises:
-        ConfigError: the URL is none that this version can open, or its folder does not exist.
+    Raises ConfigError: the URL is none that this version can open, or its folder does not exist.
     """
     storage = open_storage(url, endpoint_url)
     if url.startswith("file:") and not Path(unquote(urlsplit(url).path)).is_dir():

@@ -73,14 +73,12 @@ class Retention:
     def tidy(self, this: Sighting) -> list[str]:
         """Deletes old checkpoints, and leftovers of earlier incarnations' uploads: on a full disk nothing else could be stored.
 
-        Args:
-            this: newest state of the incarnation that this process is of, or one that it will store; only what it knows is touched.
+        ``this``: newest state of the incarnation that this process is of, or one that it will store; only what it knows is touched.
 
         Returns:
             Folders deleted, oldest first. A manifest goes before its shards, so that nothing half deleted is a checkpoint.
 
-        Raises:
-            StorageError: the storage failed, or something could not be deleted; all else has been deleted.
+        Raises StorageError: the storage failed, or something could not be deleted; all else has been deleted.
         """
         keep_last = self._keep_last
         if keep_last is None:
@@ -100,8 +98,7 @@ class Retention:
     def _look(self, storage: Storage) -> list[Sighting]:
         """Lists everything that is there.
 
-        Raises:
-            StorageError: that cannot be told now, or a listing is incomplete: old checkpoints could stay, unseen, for ever.
+        Raises StorageError: that cannot be told now, or a listing is incomplete: old checkpoints could stay, unseen, for ever.
         """
         look = Lookout(lambda: storage, self._run, self._stream).look(self._damaged)
         if look.trouble:
@@ -181,8 +178,7 @@ def held_by_readers(storage: Storage, run: str, stream: str, seen: dict[str, flo
 
     A reader's clock may be hours off, and says nothing of its age: ``seen`` has each note with the time at which it was seen here first.
 
-    Raises:
-        StorageError: the storage failed.
+    Raises StorageError: the storage failed.
     """
     held: set[str] = set()
     now, notes = time.monotonic(), storage.list(f"{run}/{stream}.reading-")

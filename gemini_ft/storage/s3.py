@@ -25,7 +25,7 @@ from botocore.exceptions import ClientError
 
 from gemini_ft.config import without_passwords
 from gemini_ft.errors import ConfigError, CorruptDataError, StorageError
-from gemini_ft.storage.base import SMALL, RangeReader, check_key, check_small, ignore, is_key, round_trip
+from gemini_ft.storage.base import SMALL, UNCOUNTED, RangeReader, TransferCount, check_key, check_small, is_key, round_trip
 from gemini_ft.storage.s3errors import S3_ERRORS, BrokenError, GarbledError, explained, store_time
 from gemini_ft.storage.s3parts import PartBody, RateLimit, checksum_of_all, encoded, joined, regroup
 
@@ -67,7 +67,7 @@ class S3Storage:
                     without_passwords(f"storage.endpoint_url={endpoint_url!r}: {error}; it must begin with http:// or https://")
                 ) from None
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
         """Implements `Storage.put`. Up to one part goes in one request, more in a multipart upload that is aborted when it fails.
 
         Afterwards the store is asked what it has kept: the size, and the CRC-32 of the whole where it keeps that.
@@ -81,9 +81,9 @@ class S3Storage:
                 self._pace.take(first.nbytes)
                 size, checksum = first.nbytes, encoded(first.crc32())
                 tag = self._call("put_object", {"ChecksumCRC32": checksum}, Key=name, Body=first).get("ETag", "")
-                sent(size)
+                transfer.add(size)
             else:
-                size, checksum = self._put_in_parts(name, chain((first, second), bodies), sent)
+                size, checksum = self._put_in_parts(name, chain((first, second), bodies), transfer)
                 tag = None
             self._confirm(key, size, checksum, tag)
 
@@ -199,8 +199,7 @@ class S3Storage:
     def _call(self, operation: str, checksum: Mapping[str, str], needed: str | None = None, **arguments: Any) -> dict[str, Any]:
         """Calls the store with a checksum, or without any once it has refused one.
 
-        Raises:
-            GarbledError: the answer lacks the field ``needed``.
+        Raises GarbledError: the answer lacks the field ``needed``.
         """
         answer = self._ask(operation, checksum, arguments)
         if needed is not None and needed not in answer:
@@ -227,8 +226,7 @@ class S3Storage:
     def _confirm(self, key: str, size: int, checksum: str, tag: str | None) -> None:
         """Makes sure that the store has kept what it was given.
 
-        Args:
-            tag: the store's name for what it has kept, by its answer; empty: the answer had none; None: nobody else writes there.
+        ``tag``: the store's name for what it has kept, by its answer; empty: the answer had none; None: nobody else writes there.
 
         Raises:
             StorageError: it has not, and what it has kept is deleted; or another process has written there meanwhile.
@@ -253,13 +251,13 @@ class S3Storage:
             raise GarbledError(self.url, f"cannot look at {key}", "the answer says no length")
         return head
 
-    def _put_in_parts(self, name: str, bodies: Iterator[PartBody], sent: Callable[[int], None]) -> tuple[int, str]:
+    def _put_in_parts(self, name: str, bodies: Iterator[PartBody], transfer: TransferCount) -> tuple[int, str]:
         """Uploads an object in parts; returns bytes and checksum of the whole."""
         begun = self._call("create_multipart_upload", {"ChecksumAlgorithm": "CRC32", "ChecksumType": "FULL_OBJECT"}, "UploadId", Key=name)
         where = {"Key": name, "UploadId": str(begun["UploadId"])}
         try:
             with ThreadPoolExecutor(_PARALLEL) as pool:
-                done = self._send_parts(pool, where, bodies, sent)
+                done = self._send_parts(pool, where, bodies, transfer)
             size, checksum = sum(part.nbytes for part in done), encoded(joined((part.crc, part.nbytes) for part in done))
             self._complete(where, [part.answer for part in done], size=size, checksum=checksum, begun=store_time(begun))
         except BaseException:
@@ -297,21 +295,21 @@ class S3Storage:
                 self._unaborted.remove(upload)
 
     def _send_parts(
-        self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[PartBody], sent: Callable[[int], None]
+        self, pool: ThreadPoolExecutor, where: dict[str, str], bodies: Iterator[PartBody], transfer: TransferCount
     ) -> Sequence[_Sent]:
         done, under_way = list[_Sent](), set[Future[_Sent]]()
         for number, body in enumerate(bodies, 1):  # the caller hashes what it yields, shortly before it is sent
             self._pace.take(body.nbytes)
-            under_way.add(pool.submit(self._send_part, where, number, body, sent))
+            under_way.add(pool.submit(self._send_part, where, number, body, transfer))
             if len(under_way) == _PARALLEL:
                 over, under_way = wait(under_way, return_when=FIRST_COMPLETED)
                 done += [future.result() for future in over]  # after an error the rest would be sent for nothing
         return sorted([*done, *(future.result() for future in under_way)], key=lambda sent: sent.answer["PartNumber"])
 
-    def _send_part(self, where: dict[str, str], number: int, body: PartBody, sent: Callable[[int], None]) -> _Sent:
+    def _send_part(self, where: dict[str, str], number: int, body: PartBody, transfer: TransferCount) -> _Sent:
         checksum = {"ChecksumCRC32": encoded(crc := body.crc32())}
         answer = self._call("upload_part", checksum, "ETag", **where, PartNumber=number, Body=body)
-        sent(body.nbytes)
+        transfer.add(body.nbytes)
         line = {"PartNumber": number, "ETag": str(answer["ETag"]), **(checksum if self._checksums else {})}
         return _Sent(answer=line, nbytes=body.nbytes, crc=crc)
 

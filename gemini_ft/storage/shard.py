@@ -29,7 +29,7 @@ from gemini_ft.core.layout import ALIGNMENT, Layout
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import CorruptDataError, StorageError
-from gemini_ft.storage.base import SMALL, RangeReader, Storage, ignore
+from gemini_ft.storage.base import SMALL, UNCOUNTED, RangeReader, Storage, TransferCount
 
 CHUNK_BYTES = 8 * 2**20
 _HEADER = 64 * 1024  # bytes; a header up to here is read with what follows it
@@ -121,7 +121,7 @@ def write_shard(
     data: memoryview,
     extras: memoryview | bytes,
     *,
-    sent: Callable[[int], None] = ignore,
+    transfer: TransferCount = UNCOUNTED,
     committed: Committed | None = None,
 ) -> ShardRecord:
     """Writes one shard straight from its slot; an object that has this key is replaced.
@@ -156,7 +156,7 @@ def write_shard(
             whole.update(part)  # here, where it costs no time of its own: parts before are being sent
             yield part
 
-    storage.put(key, hashed(), sent)
+    storage.put(key, hashed(), transfer)
     spans = _arrange(sizes, base=len(header))
     spans |= {name: spans[name].model_copy(update={"xxh3": xxhash.xxh3_64_hexdigest(blob)}) for name, blob in small.items()}
     nbytes = spans["data"].offset + layout.nbytes
@@ -170,8 +170,7 @@ class StoredShard:
     Its methods may be called from several threads at once. They raise `CorruptDataError`, which names the object, where
     bytes do not match their checksum, and `StorageError` where the storage fails.
 
-    Args:
-        whole: all of it will be read, so that a small one comes in one request, if its data is read in one go: straight to its place.
+    ``whole``: all of it will be read, so that a small one comes in one request, if its data is read in one go: straight to its place.
     """
 
     def __init__(self, storage: Storage, record: ShardRecord, whole: bool = False) -> None:
@@ -198,8 +197,7 @@ class StoredShard:
     def check_identity(self, owner: int, version: Version) -> None:
         """Compares layout, small state and checksums with the root that was committed, where the record knows it.
 
-        Raises:
-            CorruptDataError: they are of another shard, or of another version of it.
+        Raises CorruptDataError: they are of another shard, or of another version of it.
         """
         record = self.record
         if record.root:

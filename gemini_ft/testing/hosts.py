@@ -196,8 +196,7 @@ class EmulatedHosts:
     def wait_for(self, reached: Callable[[], T], timeout: float = 120.0) -> T:
         """Polls until ``reached`` returns something true, and returns that.
 
-        Raises:
-            DrillError: it did not within ``timeout`` seconds, or no host is left.
+        Raises DrillError: it did not within ``timeout`` seconds, or no host is left.
         """
         until = time.monotonic() + timeout
         while not (found := reached()):

@@ -61,17 +61,11 @@ _FORMS = re.compile(r"reset|lost|torn|hold|delay [\d.]+|cut( \d+)?|hang|flip|hal
 
 @dataclass(frozen=True, kw_only=True)
 class S3Request:
-    """A request that came in.
+    """A request that came in."""
 
-    Attributes:
-        method: of HTTP.
-        path: with its query.
-        nbytes: of its body.
-    """
-
-    method: str
-    path: str
-    nbytes: int
+    method: str  # of HTTP
+    path: str  # with its query
+    nbytes: int  # of its body
 
     @property
     def key(self) -> str:
@@ -100,19 +94,12 @@ class S3Request:
 
 @dataclass
 class S3Fault:
-    """A fault for the next ``count`` requests for which ``when`` holds.
+    """A fault for the next ``count`` requests for which ``when`` holds."""
 
-    Attributes:
-        kind: one of `FAULTS`.
-        count: how many requests it meets; None: all, until it is taken away.
-        when: which requests; all by default.
-        chance: that a request for which ``when`` holds is met.
-    """
-
-    kind: str
-    count: int | None = 1
-    when: Callable[[S3Request], bool] = lambda request: True
-    chance: float = 1.0
+    kind: str  # one of `FAULTS`
+    count: int | None = 1  # how many requests it meets; None: all, until it is taken away
+    when: Callable[[S3Request], bool] = lambda request: True  # which requests; all by default
+    chance: float = 1.0  # that a request for which ``when`` holds is met
 
     def __post_init__(self) -> None:
         if not _FORMS.fullmatch(self.kind):
@@ -128,12 +115,6 @@ class S3Proxy(ThreadingHTTPServer):
         upstream: URL of the server, or its port on loopback.
         rate: bytes per second of all bodies together, both ways; None: no limit.
         seed: of the random choices.
-
-    Attributes:
-        faults: to inject; the first that fits a request is taken, one that is used up is removed.
-        requests: everything that has come in so far.
-        met: the kind of each fault that has met a request, in their order.
-        moved: bytes of bodies so far.
     """
 
     daemon_threads = True
@@ -143,10 +124,10 @@ class S3Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _ProxyHandler)
         self.upstream = f"127.0.0.1:{upstream}" if isinstance(upstream, int) else urlsplit(upstream).netloc
         self._limit = RateLimit(rate)
-        self.faults: list[S3Fault] = []
-        self.requests: list[S3Request] = []
-        self.met: list[str] = []
-        self.moved = 0
+        self.faults: list[S3Fault] = []  # to inject; the first that fits a request is taken, one that is used up is removed
+        self.requests: list[S3Request] = []  # everything that has come in so far
+        self.met: list[str] = []  # the kind of each fault that has met a request, in their order
+        self.moved = 0  # bytes of bodies so far
         self.listings: dict[str, bytes] = {}  # path -> the last answer
         self._random = random.Random(seed)
         self.released = threading.Event()

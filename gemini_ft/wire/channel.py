@@ -36,8 +36,7 @@ def send(end: socket.socket, message: Mapping[str, Any], descriptors: Sequence[i
 def receive(end: socket.socket, flags: int = 0) -> tuple[dict[str, Any], list[int]] | None:
     """Receives a message and the descriptors attached to it; None when the other side has closed the channel.
 
-    Args:
-        flags: of recvmsg, such as MSG_DONTWAIT, with which BlockingIOError says that there is no message.
+    ``flags``: of recvmsg, such as MSG_DONTWAIT, with which BlockingIOError says that there is no message.
     """
     packet, descriptors, _, _ = socket.recv_fds(end, len(_PACKET), _MOST_DESCRIPTORS, flags | socket.MSG_CMSG_CLOEXEC)
     if not packet:

@@ -52,8 +52,7 @@ class ControlPage:
     def take(cls, page: int, bell: int) -> ControlPage:
         """The agent's side; owns the descriptors from here on, whatever they are.
 
-        Raises:
-            AgentError: they are no page and bell; a page that can be truncated would kill every process that maps it.
+        Raises AgentError: they are no page and bell; a page that can be truncated would kill every process that maps it.
         """
         try:
             is_page = fcntl.fcntl(page, fcntl.F_GET_SEALS) & _SEALS == _SEALS and os.fstat(page).st_size == _SIZE

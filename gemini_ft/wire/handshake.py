@@ -71,9 +71,8 @@ class _Dialling(MessagesOnly):
 async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler, *, further: Sequence[str] = ()) -> Connection:
     """Connects to a peer's agent.
 
-    Args:
-        further: the agent's addresses in other networks. Lanes are spread over all networks; one that takes no connection in is passed
-            over.
+    ``further``: the agent's addresses in other networks. Lanes are spread over all networks; one that takes no connection in is passed
+    over.
 
     Raises:
         PeerError: there is no answer at ``address``, or not in time, or the peer refuses.
@@ -348,8 +347,7 @@ async def listen(
 ) -> Listener:
     """Listens on ``bind``, at ``preferred`` if it is free (an agent that was restarted keeps its address); on ``further`` at the same port.
 
-    Raises:
-        ConfigError: no port can be listened on at all of these addresses.
+    Raises ConfigError: no port can be listened on at all of these addresses.
     """
     candidates = [preferred] * bool(preferred) + (list(range(ports[0], ports[1] + 1)) if ports else [0] * (_TRIES if further else 1))
     for port in candidates:

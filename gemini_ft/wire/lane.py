@@ -35,8 +35,7 @@ SLICE = 512 * 1024  # bytes that are sealed and sent, or received and checked, w
 def lanes_of(accepted: Accepted, claims: Claims) -> list[bytes]:
     """The id and the key of each lane that the listening side has accepted, for the side that dials them.
 
-    Raises:
-        PeerError: the listening side has accepted something else than this side claimed.
+    Raises PeerError: the listening side has accepted something else than this side claimed.
     """
     if len(accepted.lanes) != claims.lanes_due:
         raise PeerError(f"it opens {len(accepted.lanes)} lanes for payloads in place of {claims.lanes_due}")
@@ -129,8 +128,7 @@ def in_time(end: float) -> None:
 class BlockingLane:
     """One end of a lane, for one thread that sends or receives one payload after the other.
 
-    Args:
-        sock: connected, blocking or with a timeout.
+    ``sock``: connected, blocking or with a timeout.
     """
 
     def __init__(self, sock: socket.socket, key: bytes, *, dialled: bool, encrypt: bool, peer: str) -> None:
@@ -156,8 +154,7 @@ class BlockingLane:
     def receive(self, targets: Sequence[memoryview] | None, nbytes: int) -> int:
         """Receives a payload, and returns its `gemini_ft.core.roots.checksum`. Not before then do the bytes in ``targets`` count.
 
-        Args:
-            targets: where it goes, one after the other; None: nobody wants it.
+        ``targets``: where it goes, one after the other; None: nobody wants it.
 
         Raises:
             OSError: the lane is broken.

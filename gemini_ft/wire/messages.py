@@ -114,8 +114,7 @@ class Channel(Generic[M]):
     def unpack(self, body: bytes | bytearray | memoryview, most_values: int = MOST_VALUES) -> M:
         """Checks the body of one frame, which may have ``most_values`` values in lists and maps.
 
-        Raises:
-            PeerError: it is not a message of this channel.
+        Raises PeerError: it is not a message of this channel.
         """
         try:
             fields = msgpack.unpackb(body, strict_map_key=False, **(_limits(most_values) if len(body) > most_values else {}))
@@ -167,8 +166,7 @@ def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
 def check_answer(asked: object, answer: object) -> None:
     """Compares an answer with its call: the number, and the shard that both are about.
 
-    Raises:
-        PeerError: it answers another call, or speaks of another shard.
+    Raises PeerError: it answers another call, or speaks of another shard.
     """
     for name in ("call", "owner", "version", "layout_hash"):
         wanted, given = getattr(asked, name, None), getattr(answer, name, None)

@@ -67,8 +67,7 @@ def _address_of(interface: str, found: Mapping[str, list[str]]) -> str:
 def bound(host: str, port: int, kind: socket.SocketKind) -> socket.socket:
     """A socket of that kind at ``host:port``, of any free port if that is 0; one for streams listens there, and nowhere else.
 
-    Raises:
-        ConfigError: there is no such address on this machine, or its port is taken.
+    Raises ConfigError: there is no such address on this machine, or its port is taken.
     """
     try:
         if port > _LARGEST_PORT:

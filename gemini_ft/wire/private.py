@@ -26,8 +26,7 @@ def runtime_folder() -> Path:
 
     It is ``gemini-ft`` in XDG_RUNTIME_DIR where there is one, else ``gemini-ft-UID`` in the temporary directory.
 
-    Raises:
-        ConfigError: a link, another user's folder, or one that others may write to stands there; or there is no place for any.
+    Raises ConfigError: a link, another user's folder, or one that others may write to stands there; or there is no place for any.
     """
     home = os.environ.get("XDG_RUNTIME_DIR", "")
     if home and os.access(home, os.W_OK):
@@ -53,8 +52,7 @@ def newest_first(paths: Iterable[Path]) -> list[tuple[float, Path]]:
 def own_folder(path: Path) -> Path:
     """Makes the folder ``path`` with mode 0700 if it is missing, and checks that it is this user's alone.
 
-    Raises:
-        ConfigError: it is a link or no folder, another user's, or others may write to it.
+    Raises ConfigError: it is a link or no folder, another user's, or others may write to it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -76,8 +74,7 @@ def check_way(path: Path) -> None:
     Folders on the way may be open to all with the sticky bit, as /tmp is. A mounted volume may be so without, which container
     runtimes make for one container.
 
-    Raises:
-        ConfigError: a link or a folder on the way is another user's, or open to others.
+    Raises ConfigError: a link or a folder on the way is another user's, or open to others.
     """
     trusted, way = {0, os.getuid()}, [path.absolute(), path.resolve()]
     if not any(line.split()[0] == "0" for line in Path("/proc/self/uid_map").read_text().splitlines()):  # root has no number in here
@@ -129,8 +126,7 @@ def credentials(sock: socket.socket) -> tuple[int, int]:
 def check_listener(sock: socket.socket, what: str) -> None:
     """Checks that a process of this user listens at the other end of ``sock``, before anything is sent to it.
 
-    Raises:
-        AgentError: another user's process has taken the address.
+    Raises AgentError: another user's process has taken the address.
     """
     pid, uid = credentials(sock)
     if uid != os.getuid():

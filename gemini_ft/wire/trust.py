@@ -32,8 +32,7 @@ _ALWAYS = datetime(2000, 1, 1, tzinfo=UTC), datetime(9999, 12, 31, tzinfo=UTC)
 def read_secret(config: GeminiConfig) -> bytes:
     """The run secret from the user: ``secret_file``, or GEMINI_SECRET; empty when there is none.
 
-    Raises:
-        SecretError: the file is missing, empty, or readable by others.
+    Raises SecretError: the file is missing, empty, or readable by others.
     """
     if config.secret_file is None:
         return os.fsencode(os.environ.get("GEMINI_SECRET", ""))
@@ -46,8 +45,7 @@ def read_secret(config: GeminiConfig) -> bytes:
 def private_file(option: str, path: Path, way: str) -> bytes:
     """The content of a file that nobody else may read, without the space around it; ``way``: the way out where there is no file.
 
-    Raises:
-        SecretError: it is missing, or readable by others.
+    Raises SecretError: it is missing, or readable by others.
     """
     try:
         mode, content = path.stat().st_mode, path.read_bytes().strip()

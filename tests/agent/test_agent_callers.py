@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gemini_ft.agent import callers as module
-from gemini_ft.agent.callers import Callers, silence_of
+from gemini_ft.agent import session as module
+from gemini_ft.agent.session import Callers, silence_of
 from gemini_ft.errors import AgentError, PeerError
 
 
@@ -42,7 +42,7 @@ def test_whoever_answers_at_the_hosts_address_is_the_host_whatever_comes_meanwhi
             answer.clear()
 
         lines: list[str] = []
-        callers = Callers(certificate_of, lines.append, lambda host: None)
+        callers = Callers(SimpleNamespace(certificate_of=certificate_of, log=lines.append, disown=lambda host: None))  # type: ignore[arg-type]
         first, second = Caller(b"liar"), Caller(b"host")
         let_in: Any = callers.let_in
         let_in(first, "c")
@@ -82,7 +82,7 @@ def test_a_silent_process_whose_host_cannot_be_called_back_makes_way(error: Exce
             raise error
 
         lines: list[str] = []
-        callers = Callers(certificate_of, lines.append, lambda host: None)
+        callers = Callers(SimpleNamespace(certificate_of=certificate_of, log=lines.append, disown=lambda host: None))  # type: ignore[arg-type]
         let_in: Any = callers.let_in
         sends, reports = Caller(b"old", silence=100.0), Caller(b"old", silence=1.0)
         let_in(sends, "c")

@@ -17,8 +17,7 @@ import pytest
 from agent_kit import CHUNK, WAIT, Job, Rank, agent_pid, content, eventually, open_fds
 
 from gemini_ft.agent import lifecycle, session
-from gemini_ft.agent.callers import MOST_OF_A_HOST
-from gemini_ft.agent.session import Incoming
+from gemini_ft.agent.session import MOST_OF_A_HOST, Incoming
 from gemini_ft.core.protocol import Host
 from gemini_ft.recovery.readers import PeerShard
 from gemini_ft.wire import frames
@@ -156,7 +155,7 @@ def incoming(monkeypatch: pytest.MonkeyPatch, descriptors: int) -> Incoming:
     monkeypatch.setattr(session, "getrlimit", lambda _: (descriptors, descriptors))
     host = Host(name="a", holders={0: ("a", "b"), 1: ("b", "a"), 2: ("b", "c")})
     context: Any = SimpleNamespace(spec=SimpleNamespace(world_size=1000, replica_timeout=60.0), host=host, log=print)
-    return Incoming(context, None, lambda: None)  # type: ignore[arg-type]
+    return Incoming(SimpleNamespace(context=context, present_session=None), None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

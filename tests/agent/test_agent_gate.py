@@ -104,7 +104,7 @@ class TestFastLink:
             async with host() as here:
                 here.worker()
                 here.gate.link = LinkCost(alpha=1e-5, bandwidth=rate)
-                here.gate.register("lanes", sender := Sender(lanes=8))
+                here.gate.register("lanes", sender := Sender(lanes=8))  # type: ignore[arg-type]
 
                 async def lane() -> None:
                     while True:
@@ -133,7 +133,7 @@ class TestFastLink:
             async with host() as here:
                 here.worker()
                 here.gate.link = LinkCost(alpha=0.0, bandwidth=1e9)
-                here.gate.register("lanes", sender := Sender(lanes=8))
+                here.gate.register("lanes", sender := Sender(lanes=8))  # type: ignore[arg-type]
                 given = [0] * 8
 
                 async def lane(number: int) -> None:
@@ -246,7 +246,7 @@ class TestClosed:
                 here.worker()
                 here.gate.link, here.gate.profiles[0] = FAST, profile(50.0)
                 sender = Sender(50 * 10**8)
-                here.gate.register(sender, sender)
+                here.gate.register(sender, sender)  # type: ignore[arg-type]
                 task = asyncio.create_task(here.leave())
                 assert await here.still_waits(task)
                 sender.unacknowledged = 0
@@ -260,7 +260,7 @@ class TestClosed:
                 here.worker()
                 here.gate.link, here.gate.profiles[0] = FAST, profile(50.0)
                 sender = Sender(50 * 10**8)
-                here.gate.register(sender, sender)
+                here.gate.register(sender, sender)  # type: ignore[arg-type]
                 here.gate.release(sender)
                 assert (await here.leave()).nbytes == 400_000
 
@@ -400,7 +400,7 @@ def test_senders_share_what_may_be_under_way() -> None:
             here.gate.link, here.gate.profiles[0] = FAST, profile(100.0)
             senders = [Sender(), Sender()]
             for sender in senders:
-                here.gate.register(sender, sender)
+                here.gate.register(sender, sender)  # type: ignore[arg-type]
             gone = [0, 0]
 
             async def send(index: int) -> None:

@@ -306,7 +306,7 @@ class TestStart:
         trains, waits, alone = (Mock(WorkerConnection, rank=rank, pid=pid, alive=True, parting="") for rank, pid in enumerate((10, 10, 20)))
 
         async def look() -> None:
-            watch = HangWatch(said.append, AsyncMock())
+            watch = HangWatch(Mock(log=said.append, examine=AsyncMock()))
             for worker in (trains, waits, alone):
                 watch.begin(worker, start_timeout=1.0)
             watch.open(trains, hang_timeout=10.0, readopt=False)
@@ -322,7 +322,7 @@ class TestStart:
         worker = Mock(WorkerConnection, rank=0, pid=1, alive=True, parting="goodbye")
 
         async def look() -> None:
-            watch = HangWatch(lambda _: None, AsyncMock())
+            watch = HangWatch(Mock(examine=AsyncMock()))
             watch.begin(worker, start_timeout=1e-9)
             await asyncio.sleep(0.01)
             watch.kill_hanging()
@@ -341,7 +341,7 @@ class TestStart:
             worker.parting = how or worker.parting
 
         async def look() -> HangWatch:
-            watch = HangWatch(lambda _: None, examine)
+            watch = HangWatch(Mock(examine=examine))
             watch.begin(worker, start_timeout=1e-9)
             await asyncio.sleep(0.01)
             watch.kill_hanging()
@@ -363,7 +363,7 @@ class TestStart:
             if goes_on:
                 watch.progress(worker)
 
-        watch = HangWatch(said.append, examine)
+        watch = HangWatch(Mock(log=said.append, examine=examine))
 
         async def look() -> None:
             watch.begin(worker, start_timeout=1e-9)

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import AsyncMock, Mock
 
 import pytest
 
-from gemini_ft.agent.callers import Callers
 from gemini_ft.agent.commit import leader, member
 from gemini_ft.agent.commit.collector import Collector, CollectorPort
 from gemini_ft.agent.commit.leader import Audience, Leader, MemberPort
-from gemini_ft.agent.commit.member import MemberLink, MemberParty
+from gemini_ft.agent.commit.member import MemberLink
+from gemini_ft.agent.session import Callers
 from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.decisions import Abort, Cadence, Commit, Holders, Thaw
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
@@ -67,7 +67,7 @@ class Stream:
         self.may_write = asyncio.Event()
         self.may_write.set()
 
-    def on_decision(self, message: PeerMessage) -> None:
+    def decide(self, message: PeerMessage) -> None:
         self.heard.append(message)
 
     async def write_manifest(self, version: Version, records: dict[int, str]) -> None:
@@ -101,7 +101,7 @@ def complete(leader: Leader, iteration: int) -> None:
 
 
 def new_leader(stream: Stream) -> Leader:
-    return Leader("a", Ledger(HOLDERS, None, 30.0, Cadence(every_steps=2)), 2, stream, stream.on_decision)  # type: ignore[arg-type]
+    return Leader("a", Ledger(HOLDERS, None, 30.0, Cadence(every_steps=2)), 2, stream, stream)  # type: ignore[arg-type]
 
 
 def test_accounts_of_all_hosts_are_bounded_and_each_host_has_its_part() -> None:
@@ -109,7 +109,7 @@ def test_accounts_of_all_hosts_are_bounded_and_each_host_has_its_part() -> None:
 
     async def work() -> None:
         book = Ledger({number: (host,) for number, host in enumerate(hosts)}, None, 30.0)
-        leader = Leader("h0", book, 1000, None, lambda message: None)
+        leader = Leader("h0", book, 1000, None, Mock())
         for host in hosts:
             leader.take(ReportAccount(host=host, document=long + "x"))
         assert not leader.accounts
@@ -287,7 +287,7 @@ def test_the_last_upload_waits_for_a_version_that_is_under_way() -> None:
     async def work() -> None:
         stream = Stream()
         book = Ledger(HOLDERS, version(2), 1.0, Cadence(every_steps=10, at_end=True))
-        leader = Leader("a", book, 2, stream, stream.on_decision)  # type: ignore[arg-type]
+        leader = Leader("a", book, 2, stream, stream)  # type: ignore[arg-type]
         for owner in (0, 1):
             leader.take(Completed(owner=owner, host=HOLDERS[owner][0], version=version(3), layout="l", digest="d", root="r"))
         for rank in (0, 1):
@@ -323,7 +323,7 @@ def test_an_upload_is_over_when_a_host_whose_shard_it_waits_for_is_lost(monkeypa
 def next_leader(stream: Stream, patience: float = 30.0) -> Leader:
     """One that leads in place of another that is lost."""
     book = Ledger(HOLDERS, version(2), 30.0, Cadence(every_steps=2, last_iteration=2))
-    return Leader("a", book, 2, stream, stream.on_decision, patience=patience, epoch=1)  # type: ignore[arg-type]
+    return Leader("a", book, 2, stream, stream, patience=patience, epoch=1)  # type: ignore[arg-type]
 
 
 def test_an_upload_of_the_leader_before_is_over_and_what_was_uploaded_stays_and_it_is_made_again_at_the_end() -> None:
@@ -428,7 +428,7 @@ class TestWhatBelongsToOthers:
     HOLDERS = {0: ("a", "b"), 1: ("b", "c"), 2: ("c", "a")}  # noqa: RUF012
 
     def joined(self, stream: Stream, **rejoin: Any) -> tuple[Leader, MemberPort]:
-        leader = Leader("a", Ledger(self.HOLDERS, None, 30.0, Cadence(every_steps=2)), 3, stream, stream.on_decision)  # type: ignore[arg-type]
+        leader = Leader("a", Ledger(self.HOLDERS, None, 30.0, Cadence(every_steps=2)), 3, stream, stream)  # type: ignore[arg-type]
         port = leader.join(Mock(Connection), "b")
         port.on_message(Rejoin(**{"committed": None, "uploading": None, "attempt": 1} | rejoin))
         return leader, port
@@ -519,7 +519,7 @@ class Crowd:
         self.holders = {i: (name, self.names[i - 1]) for i, name in enumerate(self.names)}
         self.ways = ways_up(["leader", *self.names], "leader", fan_in)
         book = Ledger(self.holders, None, patience)
-        self.leader = Leader("leader", book, hosts, None, lambda message: None, ways=self.ways)
+        self.leader = Leader("leader", book, hosts, None, Mock(), ways=self.ways)
         self.taken: list[PeerMessage] = []
         self.dialled: list[tuple[str, str]] = []  # by whom, and who
         self.beats = 0  # signs of life that the leader and collectors have heard
@@ -540,10 +540,7 @@ class Crowd:
             collector = Collector(name, Gathering(name, self.holders)) if name in collectors(self.ways) else None
             order = candidates(["leader", *self.names], "leader", self.ways)
             succession = Succession(name, order, len(self.names) + 1, time.monotonic(), timeout=0.0)
-            party = cast(
-                MemberParty,
-                SimpleNamespace(dial=partial(self.dial, name), decide=self.heard[name].append, undecided=self._greeting, log=print),
-            )
+            party: Any = SimpleNamespace(dial=partial(self.dial, name), decide=self.heard[name].append, undecided=self._greeting, log=print)
             self.links[name] = MemberLink(self.ways[name][:-1], succession, Bundles(name, self.holders), party, collector)
         await self.until(lambda: self.reached == set(self.names))
         return self
@@ -860,7 +857,8 @@ class TestCollectors:
 
         async def work() -> None:
             async with Crowd(6, fan_in=2) as crowd:
-                callers = Callers(AsyncMock(return_value=b"the host's"), print, crowd.leader.disown)
+                doors = SimpleNamespace(certificate_of=AsyncMock(return_value=b"the host's"), log=print, disown=crowd.leader.disown)
+                callers = Callers(doors)  # type: ignore[arg-type]
                 await crowd.dial("m1", "leader", 0, Mock(Handler))
                 callers.let_in(impostor := crowd.ports["m1"].connection, "m1")
                 with pytest.raises(AgentError, match="another process is known here as host 'm1'"):
@@ -1044,7 +1042,7 @@ def test_times_of_steps_go_up_at_once_and_copies_wait_for_those_of_other_hosts_n
     async def work() -> None:
         holders, sent = {1: ("m1",), 2: ("m2",)}, list[PeerMessage]()
         collector = Collector("m0", Gathering("m0", holders))
-        collector.open(sent.append)
+        collector.open(Mock(send=sent.append))
         collector.gather(Copies(host="m0", version=version(1), layout="l", digest="d", roots={}))
         ports = {host: collector.join(Mock(Connection), host) for host in ("m1", "m2")}
         for port in ports.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,8 @@ class Host:
         self.gate = Gate(TRAFFIC)
         self.reports: list[ReportNeed] = []
         self.told: list[ToWorker] = []
-        self.pacing = Pacing("here", TRAFFIC, self.gate, fixed, self._report, self.told.append)
+        context = SimpleNamespace(host=SimpleNamespace(name="here"), report=self._report, tell_workers=self.told.append)
+        self.pacing = Pacing(context, SimpleNamespace(traffic=TRAFFIC, interval=fixed), self.gate)  # type: ignore[arg-type]
         self._iteration = 0
 
     def _report(self, message: PeerMessage) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from agent_kit import CHUNK, Job, agent_pid, eventually, slots_of_this_process
+from agent_kit import CHUNK, Job, agent_pid, eventually, slot_store, slots_of_this_process
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.memory.budget import Budget
@@ -70,7 +70,7 @@ def shape(owner: int = 0, extras: int = 4096) -> SlotShape:
 
 def vault(limit: int) -> tuple[SlotStore, list[str]]:
     said: list[str] = []
-    return SlotStore(Host(name="a", holders={0: ("a",)}), Budget(limit), said.append, lambda memory: None), said
+    return slot_store(Host(name="a", holders={0: ("a",)}), Budget(limit), said.append), said
 
 
 def settled_descriptors(pid: int) -> int:
@@ -117,7 +117,7 @@ class TestMemory:
         """Two owners lack a slot each; at last there is room for one of them, with as much to spare."""
         size = shape().total
         host, budget = Host(name="a", holders={0: ("a",), 1: ("a",)}), Budget(0)
-        store = SlotStore(host, budget, lambda text: None, lambda memory: None)
+        store = slot_store(host, budget)
         for owner in range(2):
             budget.limit += 2 * size
             assert len(store.ensure(owner, shape(owner), 3, reuse=True)) == 2
@@ -130,7 +130,7 @@ class TestMemory:
             rooms = []
             for each in lefts:
                 left = each
-                rooms.append(store.lastingly_short(lambda owner: True))
+                rooms.append(store.lastingly_short({0, 1}))
             return rooms
 
         assert found(9 * size, 0, 9 * size, 9 * size, size) == [[]] * 5
@@ -138,7 +138,7 @@ class TestMemory:
         left = size
         assert store.short() == [0]
         left = 2 * size
-        assert (store.short(), store.short(lambda owner: owner == 1)) == ([0, 1], [1])
+        assert (store.short(), store.short({1})) == ([0, 1], [1])
 
     def test_what_would_never_fit_is_refused_with_numbers(self, job: Job) -> None:
         (rank,) = job.start("a", hello={"memory_limit": 2 * 2**22})
@@ -158,7 +158,7 @@ class TestMemory:
         assert left.finish(version, 0, None)
         with monkeypatch.context() as full:
             full.setattr("gemini_ft.agent.memory.budget.available_memory", lambda: 0)
-            place = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(None), print, lambda memory: None)
+            place = slot_store(Host(name="a", holders={0: ("a",)}), budget := Budget(None))
             assert budget.limit == 0
             place.adopt(SlotMemory.adopt(os.dup(left.fd)))
         assert [info.version for info in place.inventory()] == [version]
@@ -172,7 +172,7 @@ class TestMemory:
     @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
     def test_what_the_kernel_refuses_leaves_no_slot_without_memory(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
         host, budget = Host(name="a", holders={0: ("a",)}), Budget(2**30)
-        place = SlotStore(host, budget, pytest.fail, lambda memory: None)
+        place = slot_store(host, budget, pytest.fail)
         calls = 0
         genuine = getattr(os, call)
 
@@ -427,14 +427,14 @@ class TestReaders:
             slot.put_chunk(index, offset, nbytes, 0)
         assert slot.finish(version, 0, None)
         host = Host(name="a", holders={0: ("a",)})
-        place = SlotStore(host, Budget(2**30), pytest.fail, lambda memory: None)
+        place = slot_store(host, Budget(2**30), pytest.fail)
         place.adopt(slot)
         sent: list[memoryview] = []
         connection = SimpleNamespace(send=lambda message, payload: sent.append(payload), peer="b:1", backlog=0, unacknowledged=0)
         context = SimpleNamespace(spec=None, host=host, slot_store=place, log=print, perform=lambda effects: None)
 
         async def serve() -> None:
-            fetcher = Fetcher(context, connection, "b", pytest.fail)  # type: ignore[arg-type]
+            fetcher = Fetcher(context, connection, "b", Mock())  # type: ignore[arg-type]
             monkeypatch.setattr("gemini_ft.agent.memory.slot_memory.checksum", no_thread)
             fetcher.on_message(Fetch(owner=0, version=version, offset=0, nbytes=2**16))
             fetcher.on_lost("")
@@ -453,13 +453,13 @@ class TestReaders:
             slot.put_chunk(index, offset, nbytes, 0)
         assert slot.finish(version, 0, None)
         host, said, ended = Host(name="a", holders={0: ("a",)}), list[str](), list[str]()
-        place = SlotStore(host, Budget(2**30), pytest.fail, lambda memory: None)
+        place = slot_store(host, Budget(2**30), pytest.fail)
         place.adopt(slot)
         connection = SimpleNamespace(send=lambda message: None, peer="b:1", backlog=0, unacknowledged=0, abort=ended.append)
         context = SimpleNamespace(spec=None, host=host, slot_store=place, log=said.append, perform=lambda effects: None)
 
         async def read() -> None:
-            fetcher = Fetcher(context, connection, "b", pytest.fail)  # type: ignore[arg-type]
+            fetcher = Fetcher(context, connection, "b", Mock())  # type: ignore[arg-type]
             fetcher.on_message(Describe(owner=0, version=version))
             while not ended:
                 await asyncio.sleep(0.01)

@@ -9,13 +9,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
-from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, versions
+from agent_kit import CHUNK, EXTRAS, Job, Rank, content, eventually, slot_store, stream_context, versions
 
+from gemini_ft.agent import storing as staging
 from gemini_ft.agent.client import as_error
-from gemini_ft.agent.memory import staging
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_memory import EXTRAS_ROOM, SlotMemory, SlotShape, extras_room
 from gemini_ft.agent.memory.slot_store import SlotStore
@@ -171,7 +171,7 @@ class Copy:
 
 def new_vault(limit: int) -> tuple[SlotStore, Budget]:
     budget = Budget(limit)
-    return SlotStore(Host(name="a"), budget, print, lambda memory: None), budget
+    return slot_store(Host(name="a"), budget), budget
 
 
 def test_one_that_comes_too_late_is_dropped() -> None:
@@ -202,7 +202,9 @@ def test_a_shard_that_cannot_be_read_gives_its_memory_back_at_once(
     stream = f"{damage}-{in_one_request}"  # in the name of its memory
     settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
     record, path = store(storage), storage.root / "shard-0"
-    copy = staging.StoredCopy("run", stream, Stage(owner=0, version=STORED, record=record.model_dump_json(), storage=settings), print)
+    copy = staging.StoredCopy(
+        stream_context(name=stream), Stage(owner=0, version=STORED, record=record.model_dump_json(), storage=settings)
+    )
     staging.hang_up()
     blob = bytearray(path.read_bytes())
     blob[record.data.offset] ^= 1
@@ -232,13 +234,11 @@ def test_small_state_may_grow_by_a_quarter(nbytes: int) -> None:
 def two_orders(storage: LocalStorage, vault: object) -> tuple[Stagings, list[Stage]]:
     """A stream that stages into ``vault``, and orders for two stored shards."""
 
-    async def nothing() -> None: ...
-
     host = SimpleNamespace(slots=lambda owner: SimpleNamespace(complete_version=lambda version: None))
-    context = SimpleNamespace(spec=None, host=host, run=SimpleNamespace(run_id="r"), name="main", log=print, slot_store=vault)
+    stream = SimpleNamespace(context=stream_context(spec=None, host=host, slot_store=vault), end_rebuilding=AsyncMock())
     settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
     orders = [Stage(owner=owner, version=STORED, record=store(storage, owner).model_dump_json(), storage=settings) for owner in (0, 1)]
-    return Stagings(context, nothing), orders  # type: ignore[arg-type]
+    return Stagings(stream), orders  # type: ignore[arg-type]
 
 
 def test_shards_that_come_together_share_a_storage_and_nothing_keeps_it(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,7 +277,7 @@ def test_a_small_one_is_read_in_one_go_however_small_its_chunks_are(storage: Loc
     monkeypatch.setattr(stored_shards.StoredShard, "read", noted)
     settings: dict[str, object] = {"url": storage.root.as_uri(), "every_steps": 1}
     order = Stage(owner=0, version=STORED, record=store(storage, chunk=CHUNK // 8).model_dump_json(), storage=settings)
-    copy = staging.StoredCopy("r", "main", order, print)
+    copy = staging.StoredCopy(stream_context(), order)
     memory = SlotMemory.create(copy.shape)
     copy.fill(memory)
     assert pieces == [NBYTES]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_kit import shape_of
+from agent_kit import shape_of, stream_context
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.uploads import HOSTS_PER_SECOND, UnclearUploadError, Uploader, turn
@@ -19,7 +19,7 @@ from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import StorageError
-from gemini_ft.storage.base import ignore
+from gemini_ft.storage.base import UNCOUNTED, TransferCount
 from gemini_ft.storage.checkpoints import list_checkpoints, mark_key, read_manifest
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.lookout import newest_whole
@@ -34,14 +34,14 @@ class Naughty(LocalStorage):
     """Keeps half of what matches ``halves``, and refuses to put or delete what matches ``refuses``."""
 
     halves = refuses = "$^"
-    before_put: Callable[[str], None] = staticmethod(ignore)  # of each key
+    before_put: Callable[[str], None] = staticmethod(lambda key: None)  # of each key
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
         self.before_put(key)
         if re.search(self.refuses, f"put {key}"):
             raise StorageError(f"put {key} is refused")
         content = b"".join(parts)
-        super().put(key, [content[: len(content) // 2] if re.search(self.halves, key) else content], sent)
+        super().put(key, [content[: len(content) // 2] if re.search(self.halves, key) else content], transfer)
 
     def delete(self, key: str) -> None:
         if re.search(self.refuses, f"delete {key}"):
@@ -73,7 +73,7 @@ class Host:
             lineage=[] if begun_as else [EARLIER],
             storage={"url": folder.as_uri(), "every_steps": 1, **settings},
         )
-        self.uploader = Uploader(self.spec, "run", self.log.append, self)
+        self.uploader = Uploader(self.spec, stream_context(self.log.append), self)  # type: ignore[arg-type]
 
     async def upload(self, iteration: int, ends: str = "told") -> str:
         """From the copy in the slot to the thawing; what the user is told.
@@ -82,12 +82,11 @@ class Host:
             iteration: what is uploaded.
             ends: "told": all hosts hear the end; "lost": the leader is lost when it has written the manifest; "early": before.
         """
-        version, heard = Version(self.spec.incarnation, iteration), asyncio.get_running_loop().create_future()
+        version = Version(self.spec.incarnation, iteration)
         for index, cut in enumerate(self.memory.cuts(0)):
             self.memory.put_chunk(index, *cut, checksum(self.memory.data(*cut)))
         assert self.memory.finish(version, 0, None)
-        self.uploader.start(0, self.memory, version, lambda *said: heard.set_result(said))
-        record, error = await heard
+        record, error = await self.uploader.start(0, self.memory, version)
         told, unclear = "", ends != "told"
         if not error and ends != "early":
             try:
@@ -204,8 +203,8 @@ def test_a_checkpoint_stays_that_the_mark_names_although_the_store_denies_that_i
 ) -> None:
     put = host.storage.put
 
-    def denies(key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
-        put(key, parts, sent)
+    def denies(key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
+        put(key, parts, transfer)
         if key == mark_key("run", "main"):
             raise StorageError("the answer was lost")
 
@@ -327,7 +326,7 @@ def test_hosts_begin_to_upload_one_after_the_other() -> None:
 def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemini_ft.agent.uploads.HOSTS_PER_SECOND", 1e-3)
     host.spec = host.spec.model_copy(update={"hosts": ["h", "later"], "world_size": 2, "holders": {0: ["h"], 1: ["later"]}})
-    host.uploader = Uploader(host.spec, "run", host.log.append, host)
+    host.uploader = Uploader(host.spec, stream_context(host.log.append), host)  # type: ignore[arg-type]
 
     for index, cut in enumerate(host.memory.cuts(0)):
         host.memory.put_chunk(index, *cut, checksum(host.memory.data(*cut)))
@@ -335,14 +334,12 @@ def test_a_host_that_waits_for_its_turn_to_upload_gives_up_with_its_session(host
     assert host.memory.finish(version, 0, None)
 
     async def scenario() -> None:
-        heard = [asyncio.get_running_loop().create_future() for _ in range(2)]
-        for owner in (1, 0):
-            host.uploader.start(owner, host.memory, version, lambda *said, owner=owner: heard[owner].set_result(said))  # type: ignore[misc]
-        record, error = await heard[0]
+        later = host.uploader.start(1, host.memory, version)
+        record, error = await host.uploader.start(0, host.memory, version)
         assert record
         assert not error
         host.uploader.close()
-        assert await heard[1] == ("", "the session was over before this host's turn to upload had come")
+        assert await later == ("", "the session was over before this host's turn to upload had come")
 
     run(scenario())
 

@@ -46,11 +46,12 @@ class Road:
         traffic = TrafficConfig.model_validate({"buffer_bytes": PARTS * PIECE, "sub_buffers": PARTS})
         self.way = ByWorkers(
             self.wire,  # type: ignore[arg-type]
-            traffic,
-            itertools.count(100),
-            lambda owner, dispatch: self.orders.append((owner, dispatch)),
-            {0: 7, 1: 8}.__getitem__,
-            self.astray.append,
+            SimpleNamespace(  # type: ignore[arg-type]
+                session=SimpleNamespace(traffic=traffic, tags=itertools.count(100)),
+                order=lambda owner, dispatch: self.orders.append((owner, dispatch)),
+                keepers={0: 7, 1: 8},
+                astray=self.astray.append,
+            ),
         )
 
     async def valve(self, nbytes: int) -> int:

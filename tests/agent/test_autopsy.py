@@ -96,7 +96,7 @@ def concluded(*found: Examined) -> list[PeerMessage]:
         told: list[PeerMessage] = []
         inquest = Inquest(SPEC, "run")
         for each in found:
-            inquest.hear(each, told.append)
+            inquest.hear(each, Mock(tell=told.append))
         while not isinstance(told[-1], Autopsied):
             await asyncio.sleep(0.01)
         inquest.close()
@@ -139,7 +139,7 @@ def test_a_later_hang_has_an_inquest_of_its_own(monkeypatch: pytest.MonkeyPatch)
         for stopped in (1, 2):
             ranks = [rank(number, "b", Doing.STOPPED if number == stopped else Doing.ASLEEP) for number in (1, 2)]
             for found in (examined("b", *ranks), examined("a", rank(0, "a"))):
-                inquest.hear(found, told.append)
+                inquest.hear(found, Mock(tell=told.append))
             await asyncio.sleep(0.05)
         inquest.close()
 
@@ -213,7 +213,7 @@ def test_stacks_in_the_log_move_no_cursor(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     as_pyspy(tmp_path / "py-spy", "printf 'Thread 7 (idle): \"\\033[2J\"\\n    f (x.py:1)\\n'")
     lines = list[str]()
-    asyncio.run(autopsy.log_stacks(Mock(pid=sleeper, rank=1), lines.append))
+    asyncio.run(autopsy.log_stacks(Mock(pid=sleeper, rank=1), Mock(log=lines.append)))
     assert lines == [f'rank 1 (pid {sleeper}):\nThread 7 (idle): "\\x1b[2J"\n    f (x.py:1)']
 
 
@@ -234,8 +234,7 @@ def test_a_worker_is_killed_though_pyspy_hangs(what: str, tmp_path: Path, monkey
     worker = Mock(pid=sleeper, rank=1, alive=True, parting="", kill=lambda: killed.append(sleeper))
 
     async def work() -> None:
-        log = list[str]().append
-        watch = HangWatch(log, partial(autopsy.log_stacks, log=log))
+        watch = HangWatch(Mock(examine=partial(autopsy.log_stacks, context=Mock())))
         watch.open(worker, 0.001, readopt=True)
         await asyncio.sleep(0.01)
         watch.kill_hanging()

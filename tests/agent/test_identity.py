@@ -7,6 +7,7 @@ import contextlib
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ from gemini_ft.agent.client import AgentClient
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.gate import Gate
 from gemini_ft.agent.replication.pacing import Outgoing
-from gemini_ft.agent.replication.send import LinkContext, PeerLink
+from gemini_ft.agent.replication.send import PeerLink
 from gemini_ft.config import DEFAULT_TRAFFIC
 from gemini_ft.core.effects import Effect
 from gemini_ft.core.protocol import Host
@@ -178,7 +179,7 @@ class _Context:
 
     def __init__(self) -> None:
         self.counters = {"late_answers": 0, "replica_bytes": 0}
-        self.host = Host(name="a")
+        self.host, self.run = Host(name="a"), SimpleNamespace(secret=SECRET)
         self.lines: list[str] = []
 
     def perform(self, effects: list[Effect]) -> None:
@@ -210,8 +211,8 @@ async def linked(peer: _Replies, context: _Context) -> AsyncIterator[PeerLink]:
     """A link from host a to host b."""
     server = await listen("127.0.0.1", None, lambda: SECRET, peer.accept, print, lambda stream: False)
     claims = Claims(run="r", stream="main", host="a", to="", role="replicate", incarnation=None)
-    common = LinkContext(context, DEFAULT_TRAFFIC, Gate(DEFAULT_TRAFFIC), None, lambda: SECRET)  # type: ignore[arg-type]
-    link = PeerLink(common, "b", server.address, claims)
+    session = SimpleNamespace(context=context, traffic=DEFAULT_TRAFFIC, gate=Gate(DEFAULT_TRAFFIC), pacing=None)
+    link = PeerLink(session, "b", server.address, claims)  # type: ignore[arg-type]
     yield link
     link.close()
     assert peer.connection is not None

@@ -17,7 +17,7 @@ import msgpack
 import pytest
 import torch
 import xxhash
-from agent_kit import Job, end_agent, eventually
+from agent_kit import Job, end_agent, eventually, slot_store
 from disks import small_disk
 
 from gemini_ft import Checkpointer
@@ -27,7 +27,6 @@ from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.budget import Budget
 from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
-from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.agent.streams import AgentIdentity, Past, Streams
 from gemini_ft.agent.watchdog import LeftMemory
 from gemini_ft.cli.main import main
@@ -168,7 +167,7 @@ def test_a_file_that_is_no_slot_is_given_back_unless_another_release_can_read_it
 
 def test_memory_that_is_given_back_has_no_file_any_more(root: Path) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), files=files)
     made = vault.ensure(0, SHAPE, 2, reuse=True)
     assert len(slots(files)) == 2
     for index in made:
@@ -238,7 +237,7 @@ def test_a_folder_without_any_room_is_refused_before_an_agent_begins(tmp_path: P
 
 def test_a_full_folder_is_an_error_with_the_numbers_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**60), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",)}), budget := Budget(2**60), files=files)
 
     def full(fd: int, at: int, nbytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -267,7 +266,7 @@ def at_ease(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_ease: threading.Event) -> None:
     """The memory comes only when the agent has done something else."""
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), files=files)
 
     async def answer() -> None:
         at_ease.set()
@@ -281,7 +280,7 @@ def test_an_agent_answers_others_while_slots_get_their_memory(root: Path, at_eas
 
 def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Path, at_ease: threading.Event) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(host := Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(host := Host(name="a", holders={0: ("a",)}), budget := Budget(2**30), files=files)
 
     async def serve() -> None:
         hung_up = asyncio.create_task(vault.ensure_beside(0, SHAPE, 2, lambda: True))
@@ -301,9 +300,7 @@ def test_memory_that_comes_when_nobody_wants_it_any_more_is_given_back(root: Pat
 def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_comes(root: Path, at_ease: threading.Event) -> None:
     """Another session with other tensors may have asked for memory in between, and has been given it."""
     files, wider = SlotFiles(root, "run", "a"), replace(SHAPE, data_bytes=2 * SHAPE.data_bytes)
-    vault = SlotStore(
-        host := Host(name="a", holders={0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), print, lambda memory: None, files
-    )
+    vault = slot_store(host := Host(name="a", holders={0: ("a",), 1: ("a",)}), budget := Budget(2 * SHAPE.total), files=files)
     at_ease.set()
     assert len(vault.ensure(0, SHAPE, 3, reuse=True)) == 2
     budget.limit = 2**30
@@ -325,7 +322,7 @@ def test_a_slot_that_was_missing_has_the_shape_that_is_wanted_when_its_turn_come
 
 def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(root: Path, at_ease: threading.Event) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",), 1: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",), 1: ("a",)}), Budget(2**30), files=files)
     at_ease.set()
     free_again = vault.ensure(0, SHAPE, 2, reuse=True)
     at_ease.clear()
@@ -347,7 +344,7 @@ def test_slots_whose_writer_comes_while_others_get_memory_are_not_used_again(roo
 
 def test_where_no_thread_can_be_started_slots_get_their_memory_all_the_same(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = SlotFiles(root, "run", "a")
-    vault = SlotStore(Host(name="a", holders={0: ("a",)}), Budget(2**30), print, lambda memory: None, files)
+    vault = slot_store(Host(name="a", holders={0: ("a",)}), Budget(2**30), files=files)
 
     def no_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

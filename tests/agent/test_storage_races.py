@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import s3_server
-from agent_kit import shape_of
+from agent_kit import shape_of, stream_context
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.uploads import Uploader
@@ -80,14 +80,13 @@ class Writer:
         asyncio.run(self._store(iterations))
 
     async def _store(self, iterations: tuple[int, ...]) -> None:
-        uploader = Uploader(self.spec, "run", lambda text: None, self)
+        uploader = Uploader(self.spec, stream_context(), self)  # type: ignore[arg-type]
         for iteration in iterations:
-            version, heard = Version(self.spec.incarnation, iteration), asyncio.get_running_loop().create_future()
+            version = Version(self.spec.incarnation, iteration)
             for index, cut in enumerate(self.memory.cuts(0)):
                 self.memory.put_chunk(index, *cut, checksum(self.memory.data(*cut)))
             assert self.memory.finish(version, 0, None)
-            uploader.start(0, self.memory, version, lambda *said, heard=heard: heard.set_result(said))
-            record, error = await heard
+            record, error = await uploader.start(0, self.memory, version)
             if not error:
                 try:
                     await uploader.write_manifest(version, {0: record})

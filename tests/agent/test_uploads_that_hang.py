@@ -6,12 +6,13 @@ import asyncio
 import itertools
 import threading
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
+from agent_kit import stream_context
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
-from gemini_ft.agent.uploads import Term, Uploader
+from gemini_ft.agent.uploads import Uploader
 from gemini_ft.config import StorageConfig
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
@@ -63,16 +64,14 @@ def test_the_end_of_a_failed_upload_does_not_wait_for_a_deletion_that_hangs(tmp_
     monkeypatch.setattr(LocalStorage, "delete", delete)
 
     async def fail_twice() -> bool:
-        uploader, first, second = Uploader(spec, "run", print, cast("Term", None)), Version(INCARNATION, 1), Version(INCARNATION, 2)
+        uploader, first, second = Uploader(spec, stream_context(), cast("Any", None)), Version(INCARNATION, 1), Version(INCARNATION, 2)
         for version in (first, second):  # what is left of the first cannot be deleted, and the second is written beside it
-            written = asyncio.Event()
-            uploader.start(0, _copy(0, version), version, lambda record, error, written=written: written.set())  # type: ignore[misc]
-            await written.wait()
+            await uploader.start(0, _copy(0, version), version)
             if version is first:
                 uploader.over(first, "503")
                 while uploader.background.busy:
                     await asyncio.sleep(0.01)
-        uploader.start(1, _copy(1, second), second, lambda record, error: None)
+        uploader.start(1, _copy(1, second), second)
         await asyncio.to_thread(hangs.wait, 30)
         watchman = threading.Timer(3.0, lets_go.set)  # the loop would hang for good otherwise
         watchman.start()

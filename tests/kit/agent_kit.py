@@ -19,8 +19,9 @@ from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, TypeVar
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,9 +29,13 @@ from warm_python import preloaded
 
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
+from gemini_ft.agent.memory.budget import Budget
+from gemini_ft.agent.memory.slot_files import SlotFiles
 from gemini_ft.agent.memory.slot_memory import SlotShape
+from gemini_ft.agent.memory.slot_store import SlotStore
 from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
+from gemini_ft.core.protocol import Host
 from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import GeminiError
@@ -110,6 +115,16 @@ def _spawn_warm(path: str, args: Sequence[str], descriptors: Sequence[int]) -> i
     process = subprocess.Popen([executable, *warm, "-c", command], stdin=listener, pass_fds=[alive])
     process.returncode = 0  # multiprocessing sees to its end
     return process.pid
+
+
+def stream_context(log: Callable[[str], None] = print, *, run: Mapping[str, object] | None = None, **fields: object) -> Any:
+    """As much of a stream's context as parts of an agent need that are tested alone."""
+    of_run = SimpleNamespace(**{"run_id": "run", "secret": b"", "files": None} | dict(run or {}))
+    return SimpleNamespace(**{"name": "main", "run": of_run, "log": log, "custodians": Mock(), "note_damage": lambda *_: None} | fields)
+
+
+def slot_store(host: Host, budget: Budget, log: Callable[[str], None] = print, files: SlotFiles | None = None) -> SlotStore:
+    return SlotStore(stream_context(log, host=host, run={"budget": budget, "files": files}))
 
 
 def connection(tell: Callable[[Any], None], lost: Callable[[], bool] = lambda: False) -> Any:

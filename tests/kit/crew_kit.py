@@ -127,7 +127,7 @@ class Member:
         self.ended = False
         order = candidates(crew.names, "h0", crew.ways)
         self.succession = Succession(self.name, order, len(crew.names), time.monotonic(), crew.timeout, goes_on)
-        self.failover = Failover(self.succession, crew.ways, crew.holders, self)
+        self.failover = Failover(self.succession, crew.ways, crew.holders, self)  # type: ignore[arg-type]
 
     def end(self) -> None:
         """The agent is killed."""
@@ -175,11 +175,11 @@ class Member:
     def log(self, text: str) -> None:
         self.crew.lines.append(f"{self.name}: {text}")
 
-    def make_leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
+    def make_leader(self, epoch: int, failover: Failover) -> Leader:
         crew = self.crew
         cadence = Cadence(every_steps=crew.every) if crew.every else None
         book = Ledger(crew.holders, self.committed, crew.patience, cadence)
-        return Leader(self.name, book, len(crew.names), self.storing, on_decision, patience=5.0, ways=crew.ways, epoch=epoch)  # type: ignore[arg-type]
+        return Leader(self.name, book, len(crew.names), self.storing, failover, patience=5.0, ways=crew.ways, epoch=epoch)  # type: ignore[arg-type]
 
     def _accept(self, connection: Connection, claims: Claims) -> Handler:
         if (claims.host, self.name) in self.crew.cut:

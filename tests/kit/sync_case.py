@@ -26,9 +26,8 @@ from gemini_ft.sync.base import Scheme, line_of
 from gemini_ft.sync.costs import Link
 from gemini_ft.sync.ddp_hook import HookState, hook
 from gemini_ft.sync.hierarchical import Hierarchical
-from gemini_ft.sync.inceptionn import InceptionnRing
 from gemini_ft.sync.partition import EvenPartition, HashedPartition, RotatedPartition
-from gemini_ft.sync.ring import Ring8
+from gemini_ft.sync.ring import InceptionnRing, Ring8
 from gemini_ft.sync.rows import GradientError, to_rows
 from gemini_ft.sync.schemes import LOSSY_SCHEMES, SCHEMES, SWITCH_SCHEMES
 from gemini_ft.sync.sparcml import DSARSplitAllgather

@@ -22,7 +22,7 @@ from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectGoneError, StorageError, StorageUnclearError, SupersededError
 from gemini_ft.export.source import from_storage
-from gemini_ft.storage.base import RangeReader, Steps, Storage, ignore
+from gemini_ft.storage.base import UNCOUNTED, RangeReader, Steps, Storage, TransferCount
 from gemini_ft.storage.checkpoints import (
     FORMAT_VERSION,
     Manifest,
@@ -59,7 +59,7 @@ class InMemory:
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
         self.objects[key] = b"".join(parts)
 
     def get(self, key: str) -> bytes:

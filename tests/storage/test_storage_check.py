@@ -14,7 +14,7 @@ from rank_kit import World
 
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import ConfigError, StorageError
-from gemini_ft.storage.base import Storage, ignore
+from gemini_ft.storage.base import UNCOUNTED, Storage, TransferCount
 from gemini_ft.storage.decisions import Descent
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.opening import open_storage
@@ -32,10 +32,10 @@ class CountedFolder(LocalStorage):
         super().__init__(root)
         self._notes = notes
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
         with open(self._notes, "a") as notes:
             print(os.environ["RANK"], file=notes)
-        super().put(key, parts, sent)
+        super().put(key, parts, transfer)
 
 
 def look(folders: Sequence[Path], notes: Path) -> None:

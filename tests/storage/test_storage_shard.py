@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from gemini_ft.core.roots import checksum, layout_digest, shard_root
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import CorruptDataError, StorageError
 from gemini_ft.storage import shard
-from gemini_ft.storage.base import RangeReader, ignore
+from gemini_ft.storage.base import UNCOUNTED, RangeReader, TransferCount
 from gemini_ft.storage.local import LocalStorage
 from gemini_ft.storage.shard import Committed, ShardRecord, StoredShard, write_shard
 
@@ -113,7 +113,7 @@ def test_checksum_and_size_are_those_of_the_file(storage: LocalStorage) -> None:
 
 def test_the_slot_is_written_without_being_copied() -> None:
     class Recorder(LocalStorage):
-        def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+        def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
             self.parts = list(parts)
 
     recorder = Recorder("/nowhere")

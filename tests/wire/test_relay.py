@@ -12,11 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from agent_kit import CHUNK, WAIT, Job, Rank, content, eventually
+from agent_kit import CHUNK, WAIT, Job, Rank, content, eventually, stream_context
 from relay import Relay
 
 from gemini_ft.agent.replication.gate import Gate
-from gemini_ft.agent.replication.send import LinkContext, PeerLink
+from gemini_ft.agent.replication.send import PeerLink
 from gemini_ft.config import TrafficConfig
 from gemini_ft.errors import PeerError
 from gemini_ft.recovery import readers
@@ -283,10 +283,10 @@ def test_whoever_breaks_every_connection_does_not_fill_the_log() -> None:
     said: list[str] = []
 
     async def work() -> None:
-        traffic, home = TrafficConfig(), SimpleNamespace(log=said.append)
-        common = LinkContext(home, traffic, Gate(traffic), None, lambda: b"")  # type: ignore[arg-type]
+        traffic = TrafficConfig()
+        session = SimpleNamespace(context=stream_context(said.append), traffic=traffic, gate=Gate(traffic), pacing=None)
         claims = Claims(run="run", stream="main", host="a", to="b", role="replicate", incarnation=None)
-        link = PeerLink(common, "b", ("127.0.0.1", 1), claims)
+        link = PeerLink(session, "b", ("127.0.0.1", 1), claims)  # type: ignore[arg-type]
         link.send(SimpleNamespace(cancelled=False))  # type: ignore[arg-type]
         for _ in range(200):
             link.on_lost("the tag is wrong")

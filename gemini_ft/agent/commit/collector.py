@@ -9,41 +9,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING
 
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.effects import Copies, Skipped
 from gemini_ft.core.gathering import Gathering
 from gemini_ft.core.rounds import Pair
 from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.wire import peer_messages as wire
 from gemini_ft.wire.messages import kind_of, pack
-from gemini_ft.wire.peer_messages import (
-    Admitted,
-    DrainHost,
-    Examined,
-    Heartbeat,
-    PeerMessage,
-    Rejoin,
-    Relayed,
-    ReportAccount,
-    ReportFinished,
-    ReportNeed,
-    ReportUploaded,
-    ReportWork,
-    Silent,
-    UploadSoon,
-    WayUp,
-)
-from gemini_ft.wire.tcp import Connection, Handler, MessagesOnly
+from gemini_ft.wire.tcp import Connection, MessagesOnly
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.commit.failover import Failover
+    from gemini_ft.agent.commit.member import MemberLink
 
 SILENCE = 2.5  # seconds after which a host, or a collector, of which nothing is heard may be lost
 GATHER = 0.25  # seconds for which a host waits for more to report, and a collector for hosts that have not reported
 _TICK = 0.5  # seconds between looks at who is silent
 HEARTBEAT = 1.0  # seconds without a word after which a member, or a collector, gives a sign of life
 _REPORTS = (
-    Rejoin | Copies | Skipped | ReportUploaded | ReportFinished | ReportNeed | UploadSoon | DrainHost | Examined
-    | ReportWork | ReportAccount
+    wire.Rejoin | Copies | Skipped | wire.ReportUploaded | wire.ReportFinished | wire.ReportNeed | wire.UploadSoon | wire.DrainHost
+    | wire.Examined | wire.ReportWork | wire.ReportAccount
 )  # fmt: skip
 
 
@@ -53,7 +41,7 @@ class Collector:
     def __init__(self, name: str, gathering: Gathering) -> None:
         self.name, self._gathering = name, gathering
         self._ports: dict[str, CollectorPort] = {}  # host -> its newest connection
-        self._send: Callable[[PeerMessage], None] | None = None  # to the leader; None: it is not reached
+        self._link: MemberLink | None = None  # to the leader; None: it is not reached
         self._gone: set[str] = set()  # hosts that have greeted on the present way to the leader, and are not connected any more
         self._silent: list[str] = []  # as the leader was told
         self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
@@ -69,22 +57,22 @@ class Collector:
 
     # -- the way to the leader
 
-    def open(self, send: Callable[[PeerMessage], None], epoch: int = 0) -> None:
-        """Begins to pass reports on to the leader of an epoch by a new connection; ``send`` sends to it."""
+    def open(self, link: MemberLink, epoch: int = 0) -> None:
+        """Begins to pass reports on to the leader of an epoch by a new connection, that of ``link``."""
         self._gathering.begin()
-        self._send, self._epoch, self._silent, self._gone = send, epoch, [], set()
+        self._link, self._epoch, self._silent, self._gone = link, epoch, [], set()
         for port in self._ports.values():
             port.send_frame(pack(self.way_up))
 
     @property
-    def way_up(self) -> WayUp:
+    def way_up(self) -> wire.WayUp:
         """The answer to a host that reports here."""
-        return WayUp(is_open=self._send is not None, epoch=self._epoch)
+        return wire.WayUp(is_open=self._link is not None, epoch=self._epoch)
 
     def shut(self) -> None:
         """Stops passing reports on, as the leader is lost."""
-        if self._send is not None:
-            self._send = None
+        if self._link is not None:
+            self._link = None
             self._gathering.begin()
             self._stop_waiting()
             for port in self._ports.values():
@@ -106,20 +94,19 @@ class Collector:
             self._gone |= {port.host} & self._gathering.greeted.keys()
             self._gathering.leave(port.host)
 
-    def hear(self, message: PeerMessage, port: CollectorPort) -> None:
+    def hear(self, message: wire.PeerMessage, port: CollectorPort) -> None:
         """Takes what a host says: its copies wait for those of others, all else goes up at once, and what it said before goes before.
 
         The times of its steps, which come every few steps from each host, go up without that.
 
-        Raises:
-            PeerError: it speaks for another one, or that is no report.
+        Raises PeerError: it speaks for another one, or that is no report.
         """
         if not isinstance(message, _REPORTS):
             raise PeerError(f"{kind_of(message)!r} is not a report")
         if isinstance(message, Copies) and message.host != port.host:
             raise PeerError(f"host {port.host!r} reports copies of host {message.host!r}")
-        is_heard = message.epoch == self._epoch if isinstance(message, Rejoin) else port.host in self._gathering.greeted
-        if self._send is None or self._ports.get(port.host) is not port or not is_heard:
+        is_heard = message.epoch == self._epoch if isinstance(message, wire.Rejoin) else port.host in self._gathering.greeted
+        if self._link is None or self._ports.get(port.host) is not port or not is_heard:
             return
         if isinstance(message, Copies):
             self.gather(message)
@@ -127,12 +114,12 @@ class Collector:
         if isinstance(message, Skipped) and self._gathering.skip(port.host, message):
             self._wait()
             return
-        if not isinstance(message, ReportWork | ReportAccount):
+        if not isinstance(message, wire.ReportWork | wire.ReportAccount):
             self.flush()
-        if isinstance(message, Rejoin):
+        if isinstance(message, wire.Rejoin):
             self._gathering.greet(port.host, message.attempt)
             self._gone.discard(port.host)
-        self._send(Relayed.of([port.host], message))
+        self._link.send(wire.Relayed.of([port.host], message))
 
     def gather(self, copies: Copies) -> None:
         """Takes the copies of one host, perhaps this one; they go up when there is nothing more to wait for, or after a moment."""
@@ -148,12 +135,12 @@ class Collector:
     def flush(self) -> None:
         self._stop_waiting()
         for message in self._gathering.take():
-            if self._send is None:
+            if self._link is None:
                 continue
             if isinstance(message, Copies) and message.host != self.name:
-                self._send(Relayed.of([message.host], message))
+                self._link.send(wire.Relayed.of([message.host], message))
             else:
-                self._send(message)
+                self._link.send(message)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
@@ -170,7 +157,7 @@ class Collector:
     def admit(self, host: str, attempt: int) -> None:
         """Records that the leader has heard a host's greeting."""
         if self._gathering.admit(host, attempt):
-            self.pass_down([host], pack(Admitted(host=host, attempt=attempt)))
+            self.pass_down([host], pack(wire.Admitted(host=host, attempt=attempt)))
 
     def exclude(self, pairs: Iterable[Pair]) -> None:
         """Replaces the set of holders that are left out."""
@@ -183,7 +170,7 @@ class Collector:
                 self._ports[host].send_frame(frame)
 
     async def _tick(self) -> None:
-        beat = pack(Heartbeat())
+        beat = pack(wire.Heartbeat())
         while True:
             await asyncio.sleep(_TICK)
             now = time.monotonic()
@@ -191,9 +178,9 @@ class Collector:
                 if now - port.spoke >= HEARTBEAT:
                     port.send_frame(beat)
             silent = sorted({*self._gone, *(host for host in self._gathering.greeted if now - self._ports[host].heard > SILENCE)})
-            if self._send is not None and silent != self._silent:
+            if self._link is not None and silent != self._silent:
                 self._silent = silent
-                self._send(Silent(hosts=silent))
+                self._link.send(wire.Silent(hosts=silent))
 
 
 class CollectorPort(MessagesOnly):
@@ -207,9 +194,9 @@ class CollectorPort(MessagesOnly):
         self.spoke = time.monotonic()
         self.connection.send_frame(frame)
 
-    def on_message(self, message: PeerMessage) -> memoryview | None:
+    def on_message(self, message: wire.PeerMessage) -> memoryview | None:
         self.heard = time.monotonic()
-        if not isinstance(message, Heartbeat):
+        if not isinstance(message, wire.Heartbeat):
             self._collector.hear(message, self)
         return None
 
@@ -217,26 +204,7 @@ class CollectorPort(MessagesOnly):
         self._collector.leave(self)
 
 
-class CommitParty(Protocol):
-    """A host that takes part in the commit."""
-
-    def dial(self, host: str, epoch: int, handler: Handler) -> Awaitable[Connection]:
-        """Connects to a host, which is asked to lead an epoch: its answer, `WayUp`, says whether it does."""
-
-    def decide(self, message: PeerMessage) -> None:
-        """Carries out a decision."""
-
-    def undecided(self) -> Sequence[PeerMessage]:
-        """Everything that a leader must hear that knows nothing of this host; the greeting is the first."""
-
-    def led(self) -> None:
-        """Hears that another epoch is led."""
-
-    def log(self, text: str) -> None:
-        """Takes a line for the agent's log."""
-
-
-async def ask(party: CommitParty, host: str, epoch: int) -> WayUp | None:
+async def ask(party: Failover, host: str, epoch: int) -> wire.WayUp | None:
     """The answer of a host that is asked whether reports go to the leader from there; None: there is none in time."""
     answer = _Answer()
     with contextlib.suppress(GeminiError, TimeoutError):
@@ -253,10 +221,10 @@ class _Answer(MessagesOnly):
     """The end of a connection that is for one answer."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Future[WayUp | None] = asyncio.get_running_loop().create_future()
+        self.told: asyncio.Future[wire.WayUp | None] = asyncio.get_running_loop().create_future()
 
-    def on_message(self, message: PeerMessage) -> memoryview | None:
-        if isinstance(message, WayUp) and not self.told.done():
+    def on_message(self, message: wire.PeerMessage) -> memoryview | None:
+        if isinstance(message, wire.WayUp) and not self.told.done():
             self.told.set_result(message)
         return None
 

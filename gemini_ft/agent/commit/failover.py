@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from gemini_ft.agent.commit.collector import Collector, CollectorPort, CommitParty, ask
+from gemini_ft.agent.commit.collector import Collector, CollectorPort, ask
 from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.tasks import Tasks
@@ -23,15 +23,11 @@ from gemini_ft.wire.messages import kind_of
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, Heartbeat, PeerMessage, ReportFinished, WayUp
 from gemini_ft.wire.tcp import Connection, MessagesOnly
 
+if TYPE_CHECKING:
+    from gemini_ft.agent.session import AgentSession
+
 _LOOK = 0.5  # seconds between looks at who has not come to this leader
 _AT_ONCE = 16  # hosts that a leader dials at a time to make itself known
-
-
-class LeaderParty(CommitParty, Protocol):
-    """A host that may lead."""
-
-    def make_leader(self, epoch: int, on_decision: Callable[[PeerMessage], None]) -> Leader:
-        """Makes the leader of an epoch on this host, which tells its decisions to the function that it is given."""
 
 
 class Failover:
@@ -43,7 +39,7 @@ class Failover:
     """
 
     def __init__(
-        self, succession: Succession, ways: Mapping[str, Sequence[str]], holders: Mapping[int, tuple[str, ...]], party: LeaderParty
+        self, succession: Succession, ways: Mapping[str, Sequence[str]], holders: Mapping[int, tuple[str, ...]], party: AgentSession
     ) -> None:
         self.succession, self._ways, self._holders, self._party = succession, ways, holders, party
         self.dial, self.led, self.log = party.dial, party.led, party.log
@@ -76,6 +72,7 @@ class Failover:
             self.member.take(message)
 
     def decide(self, message: PeerMessage) -> None:
+        """Has a decision carried out on this host."""
         self._remember(message)
         self._party.decide(message)
 
@@ -89,6 +86,7 @@ class Failover:
             self._drained[message.host] = message
 
     def undecided(self) -> list[PeerMessage]:
+        """Everything that a leader must hear that knows nothing of this host; the greeting is the first."""
         return [*self._party.undecided(), *self._drained.values(), *self._finished.values()]
 
     @property
@@ -134,13 +132,14 @@ class Failover:
         self.member = MemberLink(self._ways.get(name, ())[:-1], self.succession, Bundles(name, holders), self, collector)
 
     def lead(self, epoch: int, begins: bool = False) -> None:
+        """Makes this host the leader of an epoch."""
         if self.member is not None:
             self.member.close()
             self.member = None
         if self.succession.follow(epoch, time.monotonic()):
             self.led()
         self.succession.reach()
-        self.leader = self._party.make_leader(epoch, self.decide)
+        self.leader = self._party.make_leader(epoch, self)
         for message in [] if begins else self.undecided():
             self.leader.take(message)
         self._calls.spawn(self._call_missing(self.leader))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from gemini_ft import failpoints
 from gemini_ft.agent.autopsy import Inquest
@@ -29,29 +30,12 @@ from gemini_ft.core.tree import Ways
 from gemini_ft.core.versions import Version
 from gemini_ft.core.words import named
 from gemini_ft.errors import GeminiError, PeerError
+from gemini_ft.wire import peer_messages as wire
 from gemini_ft.wire.messages import Notice, Paced, kind_of, pack
-from gemini_ft.wire.peer_messages import (
-    Admitted,
-    AllFinished,
-    AskAccount,
-    DrainHost,
-    Examined,
-    Heartbeat,
-    PeerMessage,
-    Rejoin,
-    Relayed,
-    ReportAccount,
-    ReportFinished,
-    ReportNeed,
-    ReportUploaded,
-    ReportWork,
-    Silent,
-    Stragglers,
-    UploadSoon,
-    WayUp,
-    peers,
-)
 from gemini_ft.wire.tcp import Connection, MessagesOnly
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.commit.failover import Failover
 
 _LONGEST = 128  # characters of a hash or a nonce; a report with a longer one is ignored
 _REMEMBERED = 16  # commits whose roots are kept for readers: the job has moved on when they ask
@@ -85,7 +69,7 @@ class Leader:
 
     Args:
         storing: writes manifests and deletes old checkpoints; None: nothing is stored.
-        on_decision: carries decisions out on this host.
+        party: carries decisions out on this host.
         patience: seconds for which the last upload is tried again.
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
         epoch: the one that it leads (`gemini_ft.core.succession`).
@@ -98,7 +82,7 @@ class Leader:
         book: Ledger,
         world_size: int,
         storing: Storing | None,
-        on_decision: Callable[[PeerMessage], None],
+        party: Failover,
         *,
         patience: float = 0.0,
         ways: Mapping[str, Sequence[str]] = NO_COLLECTORS,
@@ -108,7 +92,7 @@ class Leader:
         stragglers: StragglerWatch | None = None,
     ) -> None:
         self._host, self._allowed, self._epoch, self._may_be_committed = host, ways, epoch, may_be_committed
-        self.book, self._world_size, self._storing, self._on_decision, self._patience = book, world_size, storing, on_decision, patience
+        self.book, self._world_size, self._storing, self._party, self._patience = book, world_size, storing, party, patience
         self._ends_by: float | None = None  # until when the last upload of a finished job is tried again
         self._again_at, self._settled_by, self._ended = 0.0, 0.0, False
         self._ways: Ways[MemberPort] = Ways()
@@ -150,7 +134,7 @@ class Leader:
     def join(self, connection: Connection, host: str) -> MemberPort:
         port = MemberPort(self, connection, host)
         self._ports.add(port)
-        asyncio.get_running_loop().call_soon(port.tell, WayUp(is_open=True, epoch=self._epoch))  # after the word that it is accepted
+        asyncio.get_running_loop().call_soon(port.tell, wire.WayUp(is_open=True, epoch=self._epoch))  # after the word that it is accepted
         return port
 
     def through(self, port: MemberPort) -> set[str]:
@@ -169,17 +153,16 @@ class Leader:
         for host in self._ways.lose(port):
             self._lost[host] = -math.inf if host in port.silent else port.heard
 
-    def hear(self, message: PeerMessage, host: str, port: MemberPort) -> None:
+    def hear(self, message: wire.PeerMessage, host: str, port: MemberPort) -> None:
         """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).
 
         It is not believed about anything that belongs to another host.
 
-        Raises:
-            PeerError: it speaks for a third one, does not report by way of that connection's host, or that is no report.
+        Raises PeerError: it speaks for a third one, does not report by way of that connection's host, or that is no report.
         """
         if host != port.host and port.host not in self._allowed.get(host, ()):
             raise PeerError(f"host {port.host!r} is no collector for host {host!r}")
-        if isinstance(message, Rejoin):
+        if isinstance(message, wire.Rejoin):
             is_late = message.epoch != self._epoch or host == self._host
             if is_late or not self._ways.greet(host, message.attempt, port):
                 return
@@ -188,31 +171,31 @@ class Leader:
             roots = {owner: root for owner, root in message.roots.items() if can_be and host in self.book.holders.get(owner, ())}
             message = message.model_copy(update={"committed": message.committed if can_be else None, "roots": roots})
             if host != port.host:
-                port.connection.send(Admitted(host=host, attempt=message.attempt))
+                port.connection.send(wire.Admitted(host=host, attempt=message.attempt))
         elif not self._ways.counts(host, port):
             return
         if isinstance(message, Gathered | GatheredSkips) or (isinstance(message, Completed | Copies) and message.host != host):
             raise PeerError(f"host {host!r} reports copies of another host")
         match message:
-            case Skipped(owner=rank) | ReportUploaded(owner=rank) if not self.book.owns(host, rank):
+            case Skipped(owner=rank) | wire.ReportUploaded(owner=rank) if not self.book.owns(host, rank):
                 return
-            case ReportNeed(host=of) | Examined(host=of) | ReportWork(host=of) | ReportAccount(host=of) if of != host:
+            case wire.ReportNeed(host=of) | wire.Examined(host=of) | wire.ReportWork(host=of) | wire.ReportAccount(host=of) if of != host:
                 return
-            case ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
+            case wire.ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
                 self._finish(rank)
             case _:
                 self.take(message, Audience({host}, port))
 
     def hear_gathered(self, message: Gathered | GatheredSkips, port: MemberPort) -> None:
         """Takes what a collector has gathered, of the hosts that still report by way of it."""
-        kept = message.only(lambda host: self._ways.counts(host, port))
+        kept = message.only({host for host in message.hosts if self._ways.counts(host, port)})
         if isinstance(kept, GatheredSkips):
             owned = {host: [rank for rank in ranks if self.book.owns(host, rank)] for host, ranks in kept.owners.items()}
             kept = replace(kept, owners={host: ranks for host, ranks in owned.items() if ranks})
         if kept.hosts:
             self.take(kept, Audience(set(kept.hosts), port))
 
-    def take(self, message: PeerMessage, member: Audience | None = None) -> None:
+    def take(self, message: wire.PeerMessage, member: Audience | None = None) -> None:
         """Takes a report, of another host or our own; ``member``: who hears the answer, if it is for nobody else."""
         now = time.monotonic()
         if isinstance(message, Completed | Copies | Gathered | Skipped | GatheredSkips):
@@ -225,38 +208,38 @@ class Leader:
                 self._repeat(decisions, member)
             else:
                 self._apply(decisions)
-        elif isinstance(message, ReportUploaded):
+        elif isinstance(message, wire.ReportUploaded):
             outcome = (
                 self.book.upload_over(message.version, message.error)
                 if message.error
                 else self.book.uploaded(message.owner, message.version, message.record)
             )
             self._apply(outcome)
-        elif isinstance(message, Rejoin):
+        elif isinstance(message, wire.Rejoin):
             self._welcome(message, now, member)
-        elif isinstance(message, ReportNeed):
+        elif isinstance(message, wire.ReportNeed):
             self._pace = self._pace or Pace(message.interval)
             if self._pace.report(message.host, message.steps):
                 self._paced = Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why)
-                self._tell(self._paced)
+                self.tell(self._paced)
             elif message.interval != self._pace.interval:  # it has not heard of a change, perhaps by the leader before this one
-                self._tell(self._paced or Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why), member)
-        elif isinstance(message, UploadSoon):
+                self.tell(self._paced or Paced(start=self._newest + _AHEAD, interval=self._pace.interval, why=message.why), member)
+        elif isinstance(message, wire.UploadSoon):
             self._apply(self.book.upload_soon(now))
-        elif isinstance(message, DrainHost):
+        elif isinstance(message, wire.DrainHost):
             if message.host in self.book.hosts and message.host not in self._drained:  # hosts repeat it to a new leader
                 self._drained.add(message.host)
-                self._tell(message)
-        elif isinstance(message, Examined) and self._inquest is not None:
-            self._inquest.hear(message, self._tell)
-        elif isinstance(message, ReportWork) and self._stragglers is not None:
+                self.tell(message)
+        elif isinstance(message, wire.Examined) and self._inquest is not None:
+            self._inquest.hear(message, self)
+        elif isinstance(message, wire.ReportWork) and self._stragglers is not None:
             if (text := self._stragglers.add(message.host, message.window, message.ranks)) is not None:
-                self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=text))
-        elif isinstance(message, ReportAccount):
+                self.tell(wire.Stragglers(ranks=sorted(self._stragglers.slow), text=text))
+        elif isinstance(message, wire.ReportAccount):
             length, others = len(message.document), self._of_accounts - len(self.accounts.get(message.host, (now, ""))[1])
             if length <= min(_LONGEST_ACCOUNT, max(_ALL_ACCOUNTS - others, _ALL_ACCOUNTS // len(self.book.hosts))):
                 self.accounts[message.host], self._of_accounts = (now, message.document), others + length
-        elif isinstance(message, ReportFinished):
+        elif isinstance(message, wire.ReportFinished):
             self._apply(self.book.finish(message.rank))
             if member is None and message.rank in self._at_work:  # other hosts remember their own ranks
                 self._at_work.discard(message.rank)
@@ -280,9 +263,9 @@ class Leader:
             if member is not None:
                 member.send(decision)
             else:
-                self._on_decision(decision)
+                self._party.decide(decision)
 
-    def _welcome(self, message: Rejoin, now: float, member: Audience | None) -> None:
+    def _welcome(self, message: wire.Rejoin, now: float, member: Audience | None) -> None:
         """Tells a host that has joined what it may have missed; all others as well, if it is news to this leader too."""
         before = self.book.committed
         host = next(iter(member.hosts)) if member is not None else ""
@@ -297,15 +280,15 @@ class Leader:
             self.book.note_unstored(message.unstored)
         self._settle_upload(message.uploading, member)
         if self._epoch:  # the leader before this one may have left out others
-            self._tell(Holders(epoch=self.book.epoch, excluded=frozenset(self.book.excluded), newly=frozenset()), member)
+            self.tell(Holders(epoch=self.book.epoch, excluded=frozenset(self.book.excluded), newly=frozenset()), member)
         if self._paced is not None:
-            self._tell(self._paced, member)
+            self.tell(self._paced, member)
         if member is not None and self._stragglers is not None and self._stragglers.slow:  # one that knows it already says nothing of it
-            self._tell(Stragglers(ranks=sorted(self._stragglers.slow), text=self._stragglers.text), member)
+            self.tell(wire.Stragglers(ranks=sorted(self._stragglers.slow), text=self._stragglers.text), member)
         if member is not None and host in self._drained:
-            self._tell(DrainHost(host=host), member)
+            self.tell(wire.DrainHost(host=host), member)
         if member is not None and self._ended:
-            self._tell(AllFinished(unstored=self.book.unstored), member)
+            self.tell(wire.AllFinished(unstored=self.book.unstored), member)
 
     @property
     def ending(self) -> bool:
@@ -323,7 +306,7 @@ class Leader:
             self.book.note_unstored("the host that led the commits was lost before it was stored")
         if not self.book.unstored or self.book.has_diverged or now >= self._ends_by:
             self._ended = True
-            self._tell(AllFinished(unstored=self.book.unstored))
+            self.tell(wire.AllFinished(unstored=self.book.unstored))
         elif now >= self._again_at and not self.book.obstacle:
             self._again_at = now + _AGAIN
             self._tasks.spawn(self._store_last())
@@ -343,7 +326,7 @@ class Leader:
         if theirs is not None and theirs != self.book.uploading:
             error = "the leader's agent was lost during the upload"
             self.book.note_unstored(error)
-            self._tell(Thaw(version=theirs, error=error, unclear=True), member)
+            self.tell(Thaw(version=theirs, error=error, unclear=True), member)
 
     async def _tick(self) -> None:
         while True:
@@ -355,7 +338,7 @@ class Leader:
             self._end(now)
             for port in self._ports:
                 if now - port.spoke >= _TICK:
-                    port.tell(Heartbeat())
+                    port.tell(wire.Heartbeat())
 
     def missing(self, now: float) -> list[str]:
         """Hosts that have not been here, or are not any more, and of which nothing is heard."""
@@ -394,7 +377,7 @@ class Leader:
             self._upload = (self.book.uploading, now)
         elif version is not None and now - since > SLOW_UPLOAD:
             self._upload = (version, now)
-            self._tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
+            self.tell(Notice(text=f"storage: the upload of {version} is not over after {SLOW_UPLOAD:g} s more; does the storage hang?"))
 
     def _watch_owners(self, now: float) -> None:
         """Names, once, the hosts whose own shards do not come: no commit can do without them, nor is anything known of them."""
@@ -403,7 +386,7 @@ class Leader:
         elif now - self._committed[1] > WITHHELD and (hosts := self.book.withholding):
             self._committed = (self.book.committed, math.inf)
             text = f"nothing has been committed for {WITHHELD:g} s, as hosts have not reported their own shards: {named(hosts)}"
-            self._tell(Notice(text=f"{text}. If that goes on, start the job again without them"))
+            self.tell(Notice(text=f"{text}. If that goes on, start the job again without them"))
 
     def _apply(self, decisions: Sequence[Decision]) -> None:
         for decision in decisions:
@@ -413,7 +396,7 @@ class Leader:
                 if isinstance(decision, Commit):
                     failpoints.reached("agent_decides", decision.version.iteration)
                     self._roots.append((decision.version, decision.roots))
-                self._tell(decision)
+                self.tell(decision)
 
     async def _manifest(self, decision: WriteManifest) -> None:
         error, unclear, self._writing = "", False, decision.version
@@ -441,17 +424,17 @@ class Leader:
 
     def ask_accounts(self) -> None:
         """Asks all hosts for their accounts of themselves, which come in `accounts`."""
-        self._tell(AskAccount())
+        self.tell(wire.AskAccount())
 
-    def _tell(self, message: PeerMessage, member: Audience | None = None) -> None:
+    def tell(self, message: wire.PeerMessage, member: Audience | None = None) -> None:
         """Tells all hosts, this one last; or one of them alone."""
         if member is not None:
             member.send(message)
             return
         self._tell_others(message)
-        self._on_decision(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
+        self._party.decide(self.book.addressed(message, self._host) if isinstance(message, Commit) else message)
 
-    def _tell_others(self, message: PeerMessage) -> None:
+    def _tell_others(self, message: wire.PeerMessage) -> None:
         now = time.monotonic()
         general, apart = message, frozenset[str]()
         if isinstance(message, Commit):
@@ -474,10 +457,10 @@ class Audience:
     hosts: set[str]
     port: MemberPort
 
-    def send(self, message: PeerMessage) -> None:
+    def send(self, message: wire.PeerMessage) -> None:
         """Sends to these hosts; a message that is not relayed reaches every host behind the connection."""
         connection = self.port.connection
-        connection.send(message if self.port.is_alone else Relayed.of(sorted(self.hosts), message))
+        connection.send(message if self.port.is_alone else wire.Relayed.of(sorted(self.hosts), message))
 
 
 class MemberPort(MessagesOnly):
@@ -488,7 +471,7 @@ class MemberPort(MessagesOnly):
         self.heard = self.spoke = time.monotonic()  # when something was heard, and sent to all that are reached here
         self.silent: frozenset[str] = frozenset()  # hosts of a collector of which it hears nothing
 
-    def tell(self, message: PeerMessage) -> None:
+    def tell(self, message: wire.PeerMessage) -> None:
         self.spoke = time.monotonic()
         self.connection.send(message)
 
@@ -496,17 +479,17 @@ class MemberPort(MessagesOnly):
     def is_alone(self) -> bool:
         return self._leader.through(self) <= {self.host}
 
-    def on_message(self, message: PeerMessage) -> memoryview | None:
+    def on_message(self, message: wire.PeerMessage) -> memoryview | None:
         self.heard = time.monotonic()
         match message:
-            case Heartbeat():
+            case wire.Heartbeat():
                 pass
-            case Silent(hosts=hosts):
+            case wire.Silent(hosts=hosts):
                 self.silent = frozenset(hosts)
             case Gathered() | GatheredSkips():
                 self._leader.hear_gathered(message, self)
-            case Relayed(hosts=[host], body=body):
-                self._leader.hear(peers.unpack(body), host, self)
+            case wire.Relayed(hosts=[host], body=body):
+                self._leader.hear(wire.peers.unpack(body), host, self)
             case _:
                 self._leader.hear(message, self.host, self)
         return None

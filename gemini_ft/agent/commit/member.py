@@ -13,9 +13,9 @@ import random
 import time
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collector, CommitParty, ask
+from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collector, ask
 from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed
 from gemini_ft.core.gathering import Bundles
@@ -25,6 +25,9 @@ from gemini_ft.wire.handshake import TIMEOUT
 from gemini_ft.wire.messages import pack
 from gemini_ft.wire.peer_messages import Admitted, Heartbeat, PeerMessage, Relayed, WayUp, peers
 from gemini_ft.wire.tcp import Connection, MessagesOnly
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.commit.failover import Failover
 
 _DELAY = 0.05  # seconds after the first connection that fails; twice as many after each further one
 _LONGEST = 1.0  # the most of these
@@ -45,13 +48,6 @@ class _End(Enum):
     BROKEN = "the connection broke"
 
 
-class MemberParty(CommitParty, Protocol):
-    """A host that reports to others."""
-
-    def lead(self, epoch: int) -> None:
-        """Makes this host the leader of an epoch, without being asked."""
-
-
 class MemberLink:
     """A host's connection to the leader, or to a collector.
 
@@ -61,9 +57,7 @@ class MemberLink:
         collector: takes the reports of other hosts; None: none come here.
     """
 
-    def __init__(
-        self, ways: Sequence[str], succession: Succession, bundles: Bundles, party: MemberParty, collector: Collector | None
-    ) -> None:
+    def __init__(self, ways: Sequence[str], succession: Succession, bundles: Bundles, party: Failover, collector: Collector | None) -> None:
         self._ways, self._succession, self._bundles, self._party, self.collector = ways, succession, bundles, party, collector
         self._at = 0  # the collector that is dialled, or connected; after the last one comes the leader
         self._late: asyncio.TimerHandle | None = None  # sends what waits, complete or not
@@ -114,7 +108,7 @@ class MemberLink:
             self._flush()  # what was said before comes before
             if self.collector is not None:
                 self.collector.flush()
-            self._send(message)
+            self.send(message)
 
     @property
     def _is_leader(self) -> bool:
@@ -127,14 +121,15 @@ class MemberLink:
             if self.collector is not None:
                 self.collector.gather(copies)
             else:
-                self._send(copies)
+                self.send(copies)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
-    def _send(self, message: PeerMessage) -> None:
+    def send(self, message: PeerMessage) -> None:
+        """Sends a message by the present connection, if there is one."""
         if self.connection is not None:
             self._spoke = time.monotonic()
             self.connection.send(message)
@@ -190,7 +185,7 @@ class MemberLink:
             self._succession.reach()
             self._is_open = self._was_open = True
             if self.collector is not None:
-                self.collector.open(self._send, told.epoch)
+                self.collector.open(self, told.epoch)
             self._greet()
         else:  # a collector, which looks for the leader itself
             self._succession.lose(time.monotonic())
@@ -326,7 +321,7 @@ class MemberLink:
         """Gives signs of life until the connection is lost, or gives none."""
         while not self._lost.is_set():
             if (quiet := time.monotonic() - self._spoke) >= HEARTBEAT:
-                self._send(Heartbeat())
+                self.send(Heartbeat())
                 quiet = 0.0
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(

@@ -30,8 +30,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class SlotFiles:
     """The files of one run on one host, in a folder of their own; of mode 0600 in folders of mode 0700.
 
-    Args:
-        root: the folder that the user has named, on a tmpfs.
+    ``root``: the folder that the user has named, on a tmpfs.
 
     Raises:
         ConfigError: the folder is no memory, or not this user's alone, or another user could put an old one in its place.
@@ -94,8 +93,7 @@ class SlotFiles:
         Abstract sockets are known in their own network namespace only, and an agent that leaves closes its own before it clears the folder:
         without the lock two agents could write to the same slots, or the one that leaves remove those of its successor.
 
-        Raises:
-            ConfigError: others could have prepared it.
+        Raises ConfigError: others could have prepared it.
         """
         with contextlib.suppress(FileNotFoundError):  # the folder is being removed
             self._make_folder()

@@ -22,7 +22,8 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -282,10 +283,10 @@ class SlotMemory:
         self.committed = True
         self._view[_MARK_AT:_HEADER_BYTES] = self._digest
 
-    def damaged(self, over: Callable[..., Iterable[int]] = map) -> list[int]:
-        """Checks every chunk against its digest; returns the indices that do not match. ``over``: `map`, or that of a pool of threads."""
+    def damaged(self, pool: ThreadPoolExecutor | None = None) -> list[int]:
+        """Checks every chunk against its digest; returns the indices that do not match. ``pool``: of threads that do it."""
         chunks = list(self.chunks.items())
-        found = over(checksum, [self.data(at, nbytes) for _, (at, nbytes, _) in chunks])
+        found = (pool.map if pool is not None else map)(checksum, [self.data(at, nbytes) for _, (at, nbytes, _) in chunks])
         return [index for (index, (*_, digest)), formed in zip(chunks, found, strict=True) if formed != digest]
 
     def _write_header(self) -> None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from gemini_ft.agent.memory.budget import Budget, available_memory
-from gemini_ft.agent.memory.slot_files import SlotFiles
+from gemini_ft.agent.memory.budget import available_memory
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape, populate
-from gemini_ft.agent.memory.staging import StoredCopy
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.effects import Free
-from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import SlotState
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import MemoryBudgetError, SupersededError
 from gemini_ft.wire.worker_messages import SlotInfo
+
+if TYPE_CHECKING:
+    from gemini_ft.agent.context import StreamContext
+    from gemini_ft.agent.storing import StoredCopy
 
 _Made = TypeVar("_Made")
 
@@ -36,20 +37,11 @@ class SlotDonor:
 
 
 class SlotStore:
-    """Makes, finds and frees slot memory. The protocol (``host``) decides what a slot's bytes are worth."""
+    """Makes, finds and frees the slot memory of one stream. The protocol (``context.host``) decides what a slot's bytes are worth."""
 
-    def __init__(
-        self,
-        host: Host,
-        budget: Budget,
-        log: Callable[[str], None],
-        on_free: Callable[[SlotMemory], None],
-        files: SlotFiles | None = None,
-        on_damage: Callable[[int, Version], None] = lambda owner, version: None,
-    ) -> None:
+    def __init__(self, context: StreamContext) -> None:
         self.memory: dict[tuple[int, int], SlotMemory] = {}  # (owner, slot) -> its memfd
-        self._host, self._budget, self._log, self._on_free, self._files = host, budget, log, on_free, files
-        self._on_damage = on_damage
+        self._context, self._host, self._budget, self._files = context, context.host, context.run.budget, context.run.files
         self._donors: dict[tuple[int, int], SlotDonor | None] = {}
         self._wanted: dict[int, tuple[SlotShape, int]] = {}  # owner -> the shape of its slots, and how many there should be
         self._roomy: dict[int, int] = {}  # owner -> commits in a row at which there was room to spare for the slots that it lacks
@@ -92,7 +84,7 @@ class SlotStore:
 
         def look() -> list[list[int]]:
             with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "gemini-verify") as pool:
-                return [memory.damaged(pool.map) for _, memory in copies]
+                return [memory.damaged(pool) for _, memory in copies]
 
         damages = await asyncio.to_thread(look)
         for (owner, memory), damaged in zip(copies, damages, strict=True):
@@ -102,8 +94,8 @@ class SlotStore:
                 sound.append(owner)
                 continue
             where = f"chunks {damaged[:8]}" if damaged else "its layout or checksums"
-            self._log(f"rank {owner}'s {version} is damaged in {where}: discarded")
-            self._on_damage(owner, version)
+            self._context.log(f"rank {owner}'s {version} is damaged in {where}: discarded")
+            self._context.note_damage(owner, version)
             self._host.slots(owner).discard(version)
             memory.clear()
             memory.forget()
@@ -143,8 +135,7 @@ class SlotStore:
     async def stage(self, copy: StoredCopy, version: Version, wanted: Callable[[], bool]) -> None:
         """Lays a complete version down in a slot of its own, in place of slots that hold nothing.
 
-        Args:
-            wanted: asked when it is there, a long time later; if not, it is dropped.
+        ``wanted``: asked when it is there, a long time later; if not, it is dropped.
 
         Raises:
             CorruptDataError: it is damaged in storage.
@@ -186,8 +177,7 @@ class SlotStore:
 
         Returns the slots in rotation. Retired ones that are still needed stay until ``Free``.
 
-        Raises:
-            MemoryBudgetError: there is no room for them beside what is still needed.
+        Raises MemoryBudgetError: there is no room for them beside what is still needed.
         """
         missing, others = self._clear_way(owner, shape, count, reuse)
         return self._enter(owner, shape, count, self._make(shape, count, missing, others))
@@ -270,7 +260,7 @@ class SlotStore:
             if missing < 1 or others + missing - 1 < 2:  # one slot alone could never be overwritten
                 raise
             made = self._create(shape, missing - 1, what)
-            self._log(f"{error} Continuing with one slot less until there is room")
+            self._context.log(f"{error} Continuing with one slot less until there is room")
             return made
 
     def _create(self, shape: SlotShape, number: int, what: str) -> list[SlotMemory]:
@@ -293,15 +283,20 @@ class SlotStore:
         self._budget.give_back(sum(memory.shape.total for memory in made))
         _drop_all(made)
 
-    def short(self, takes: Callable[[int], bool] = lambda owner: True, spare: int = 0) -> list[int]:
+    @property
+    def owners(self) -> Collection[int]:
+        """The owners for which there are slots, or should be."""
+        return self._wanted.keys()
+
+    def short(self, among: Collection[int] | None = None, spare: int = 0) -> list[int]:
         """Owners that have fewer slots than they should, and for which there is room now, beside what those before them will take.
 
         Args:
-            takes: whether an owner's slots would be made now; the others take no room.
+            among: the owners whose slots would be made now, the others take no room; None: all.
             spare: how many times the size of a slot must stay available to other processes.
         """
         lacking = [(owner, shape, count - len(self._rotation(owner))) for owner, (shape, count) in self._wanted.items()]
-        lacking = [each for each in lacking if each[2] > 0 and self._rotation(each[0]) and takes(each[0])]
+        lacking = [each for each in lacking if each[2] > 0 and self._rotation(each[0]) and (among is None or each[0] in among)]
         if not lacking:
             return []
         found, allowed, available, taken = list[int](), self._budget.limit - self._budget.used, available_memory(), 0
@@ -311,12 +306,12 @@ class SlotStore:
                 taken += missing * shape.total
         return found
 
-    def lastingly_short(self, takes: Callable[[int], bool]) -> list[int]:
+    def lastingly_short(self, among: Collection[int]) -> list[int]:
         """Owners as in `short`, at a commit, for which other processes have left room, and as much again, at the last commits too.
 
         What they leave for a moment is theirs: a slot that took it would stay, and whatever needs memory next meets the kernel's killer.
         """
-        self._roomy = {owner: self._roomy.get(owner, 0) + 1 for owner in self.short(takes, spare=1)}
+        self._roomy = {owner: self._roomy.get(owner, 0) + 1 for owner in self.short(among, spare=1)}
         found = [owner for owner, commits in self._roomy.items() if commits >= ROOMY_COMMITS]
         for owner in found:
             del self._roomy[owner]
@@ -325,7 +320,7 @@ class SlotStore:
     async def top_up(self, owner: int) -> None:
         """Makes the slots that there was no room for before."""
         async with self._making:  # another shape may be wanted by then
-            if self.short(lambda of: of == owner):
+            if self.short([owner]):
                 shape, count = self._wanted[owner]
                 with contextlib.suppress(MemoryBudgetError, SupersededError):
                     await self._ensure_beside(owner, shape, count, True, lambda: len(self._rotation(owner)) > 0)
@@ -341,7 +336,7 @@ class SlotStore:
         memory = self.memory.pop((owner, slot))
         self._donors.pop((owner, slot), None)
         self._budget.give_back(memory.shape.total)
-        self._on_free(memory)
+        self._context.custodians.take_back(memory)
         memory.drop()
 
     def writing(self, owner: int, version: Version) -> SlotMemory | None:

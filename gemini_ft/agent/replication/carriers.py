@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from gemini_ft.config import TrafficConfig
 from gemini_ft.wire.lane_thread import Meter, Valve
@@ -19,34 +18,10 @@ from gemini_ft.wire.peer_messages import Parcel, PeerMessage
 from gemini_ft.wire.tcp import AHEAD, Connection
 from gemini_ft.wire.worker_messages import Dispatch
 
+if TYPE_CHECKING:
+    from gemini_ft.agent.replication.send import PeerLink
+
 _SAMPLES = 32  # newest pieces that say how long the shortest of them takes
-
-
-class Carrier(Protocol):
-    """A carrier of chunks. Messages that must not overtake them go by ``send`` too."""
-
-    @property
-    def unacknowledged(self) -> int:
-        """Bytes that have left, and may not have arrived."""
-
-    @property
-    def lanes(self) -> int:
-        """The number of chunks that travel at a time."""
-
-    def meter(self) -> Meter:
-        """The traffic so far."""
-
-    def send(self, message: PeerMessage) -> None:
-        """Sends a message after every chunk that was sent before it."""
-
-    def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
-        """Queues a chunk of a slot; ``payload`` are its bytes."""
-
-    async def flushed(self, below: int) -> None:
-        """Waits until fewer than ``below`` pieces are queued (a few more where several lanes carry them), or the connection is closed."""
-
-    def close(self) -> None:
-        """Records that the connection is closed."""
 
 
 class ByAgents:
@@ -54,26 +29,25 @@ class ByAgents:
 
     def __init__(self, connection: Connection, traffic: TrafficConfig) -> None:
         self._connection = connection
+        self.meter, self.send = connection.meter, connection.send
         connection.shape(traffic.when == "idle", traffic.max_rate, traffic.low_priority)
 
     @property
     def unacknowledged(self) -> int:
+        """Bytes that have left, and may not have arrived."""
         return self._connection.unacknowledged
 
     @property
     def lanes(self) -> int:
+        """The number of chunks that travel at a time."""
         return self._connection.lanes
 
-    def meter(self) -> Meter:
-        return self._connection.meter()
-
-    def send(self, message: PeerMessage) -> None:
-        self._connection.send(message)
-
     def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
+        """Queues a chunk of a slot; ``payload`` are its bytes."""
         self._connection.send(chunk, payload, valve)
 
     async def flushed(self, below: int) -> None:
+        """Waits until fewer than ``below`` pieces are queued (a few more where several lanes carry them), or the connection is closed."""
         await self._connection.flushed(below + AHEAD * (self._connection.lanes - 1))
 
     def close(self) -> None:
@@ -81,27 +55,10 @@ class ByAgents:
 
 
 class ByWorkers:
-    """The carrier through workers: the connection carries messages only, chunks go from worker to worker in pieces, several at a time.
+    """The carrier through workers: the connection carries messages only, chunks go from worker to worker in pieces, several at a time."""
 
-    Args:
-        traffic: how large and how many pieces may be.
-        tags: numbers that no other piece of this stream has.
-        order: tells the worker that owns a shard to send a piece of it.
-        target: rank of the peer's worker that keeps a shard's replica.
-        astray: called with the reason when a piece cannot be delivered.
-    """
-
-    def __init__(
-        self,
-        connection: Connection,
-        traffic: TrafficConfig,
-        tags: Iterator[int],
-        order: Callable[[int, Dispatch], None],
-        target: Callable[[int], int],
-        astray: Callable[[str], None],
-    ) -> None:
-        self._connection, self._traffic, self._tags = connection, traffic, tags
-        self._order, self._target, self._astray = order, target, astray
+    def __init__(self, connection: Connection, link: PeerLink) -> None:
+        self._connection, self._link, self._traffic = connection, link, link.session.traffic
         self._queue: deque[PeerMessage | tuple[Chunk, int, Valve]] = deque()
         self._under_way: dict[int, tuple[int, float]] = {}  # tag -> (bytes, when it was ordered)
         self._seconds: deque[float] = deque(maxlen=_SAMPLES)
@@ -142,7 +99,7 @@ class ByWorkers:
             self._busy += now - self._busy_since
         self._changed.set()
         if error:
-            self._astray(error)
+            self._link.astray(error)
 
     def close(self) -> None:
         self._task.cancel()
@@ -163,7 +120,7 @@ class ByWorkers:
         try:
             await self._send_all()
         except Exception as error:  # a fault of ours: without this, the stop would go unnoticed
-            self._astray(f"{type(error).__name__}: {error}")
+            self._link.astray(f"{type(error).__name__}: {error}")
 
     async def _send_all(self) -> None:
         while True:
@@ -178,15 +135,18 @@ class ByWorkers:
             self._changed.set()
 
     async def _carry(self, chunk: Chunk, slot: int, valve: Valve) -> None:
-        start, target = 0, self._target(chunk.owner)
+        start, target = 0, self._link.keepers[chunk.owner]
         while start < chunk.nbytes:
             while len(self._under_way) >= self._traffic.sub_buffers:
                 await self._change()
             nbytes = await valve(min(self._traffic.piece_bytes, chunk.nbytes - start))
-            tag = next(self._tags)
+            tag = next(self._link.session.tags)
             if not self._under_way:
                 self._busy_since = time.monotonic()
             self._under_way[tag] = nbytes, time.monotonic()
             self._connection.send(Parcel(chunk=chunk, start=start, nbytes=nbytes, tag=tag, source=chunk.owner, target=target))
-            self._order(chunk.owner, Dispatch(tag=tag, target=target, slot=slot, offset=chunk.offset + start, nbytes=nbytes))
+            self._link.order(chunk.owner, Dispatch(tag=tag, target=target, slot=slot, offset=chunk.offset + start, nbytes=nbytes))
             start += nbytes
+
+
+Carrier = ByAgents | ByWorkers

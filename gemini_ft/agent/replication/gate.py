@@ -10,8 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
+from gemini_ft.agent.replication.carriers import Carrier
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.autopsy import GroupTrail
 from gemini_ft.core.schedule import LinkCost
@@ -37,18 +37,6 @@ class Pass:
     outside: bool = False
 
 
-class InFlight(Protocol):
-    """A count of the bytes that one sender has on the network; every carrier keeps one."""
-
-    @property
-    def unacknowledged(self) -> int:
-        """Bytes that have left, and may not have arrived."""
-
-    @property
-    def lanes(self) -> int:
-        """How many of its payloads travel at a time."""
-
-
 class Gate:
     """The gate of one stream on one host."""
 
@@ -58,7 +46,7 @@ class Gate:
         self.profiles: dict[int, Profile] = {}
         self.link: LinkCost | None = None
         self.interval = 1  # steps between snapshots
-        self._in_flight: dict[object, InFlight] = {}  # sender -> its carrier
+        self._in_flight: dict[object, Carrier] = {}  # sender -> its carrier
         self._waiting = 0
         self._changed = asyncio.Event()
 
@@ -90,7 +78,7 @@ class Gate:
 
     # -- the links that send
 
-    def register(self, sender: object, carrier: InFlight) -> None:
+    def register(self, sender: object, carrier: Carrier) -> None:
         """Counts the bytes that this sender has under way."""
         self._in_flight[sender] = carrier
 

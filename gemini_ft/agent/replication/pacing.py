@@ -9,19 +9,18 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication.gate import Gate, Pass
-from gemini_ft.config import TrafficConfig
 from gemini_ft.core.schedule import LinkCost, Transfer, arrival, schedule, steps_per_snapshot
 from gemini_ft.core.traffic import Profile, common
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.lane_thread import Meter
 from gemini_ft.wire.messages import Notice
-from gemini_ft.wire.peer_messages import End, PeerMessage, ReportNeed
-from gemini_ft.wire.worker_messages import SpanUse, ToWorker, Travelled
+from gemini_ft.wire.peer_messages import End, ReportNeed
+from gemini_ft.wire.worker_messages import SessionSpec, SpanUse, Travelled
 
 
 @dataclass(kw_only=True)
@@ -89,19 +88,12 @@ _TELLING = 8 * 2**20  # bytes after which a transfer that is still on its way sa
 
 
 class Pacing:
-    """The pacing of one stream on one host, for one session. ``fixed``: steps between snapshots, where the user says so."""
+    """The pacing of one stream on one host, for one session."""
 
-    def __init__(
-        self,
-        host: str,
-        traffic: TrafficConfig,
-        gate: Gate,
-        fixed: int | None,
-        report: Callable[[PeerMessage], None],
-        tell: Callable[[ToWorker], None],
-    ) -> None:
-        self._host, self._traffic, self._gate, self._fixed, self._report, self._tell = host, traffic, gate, fixed, report, tell
-        gate.interval = fixed or 1
+    def __init__(self, context: StreamContext, spec: SessionSpec, gate: Gate) -> None:
+        self._context, self._host, self._traffic, self._gate = context, context.host.name, spec.traffic, gate
+        self._fixed = spec.interval  # steps between snapshots, where the user says so
+        gate.interval = spec.interval or 1
         self._rates: deque[float] = deque(maxlen=_SAMPLES)
         self._delays: deque[float] = deque(maxlen=_SAMPLES)
         self._nbytes: dict[tuple[int, str], int] = {}  # (owner, peer) -> bytes that the last snapshot sent
@@ -142,7 +134,7 @@ class Pacing:
         self._used[out.owner, peer] = used = Counter[int]()
         for use in out.spans.values():
             used[use.begun] += use.nbytes
-        self._tell(
+        self._context.tell_workers(
             Travelled(
                 iteration=out.version.iteration,
                 peer=peer,
@@ -229,6 +221,8 @@ class Pacing:
         steps, why = max(needs)
         before, self.need = self.need, ReportNeed(host=self._host, steps=steps, interval=self._gate.interval, why=why)
         if self._fixed is None:
-            self._report(self.need)
+            self._context.report(self.need)
         elif steps > self._fixed and (before is None or steps != before.steps):
-            self._tell(Notice(text=f"{why}: with interval={self._fixed} the rest delays the training (interval={steps} would not)"))
+            self._context.tell_workers(
+                Notice(text=f"{why}: with interval={self._fixed} the rest delays the training (interval={steps} would not)")
+            )

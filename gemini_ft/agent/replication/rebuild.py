@@ -105,7 +105,13 @@ class Rebuilding:
     def _is_moot(self, owner: int) -> bool:
         return self._stream.host.slots(owner).committed != self._resumed
 
-    async def _idle_network(self, nbytes: int, still_wanted: Callable[[], None]) -> None:
+    def _check_wanted(self, owner: int, connection: Connection) -> None:
+        """Keeps the slot of the source, which takes a silent reader for a dead one; lets go of both slots once they are not needed."""
+        if self._is_moot(owner):
+            raise PeerError("a newer version is committed")
+        connection.send(Heartbeat())
+
+    async def _idle_network(self, nbytes: int, owner: int, connection: Connection) -> None:
         late = time.monotonic() + self._gate.patience
         while True:
             try:
@@ -113,14 +119,13 @@ class Rebuilding:
                     await self._gate.leave(nbytes, lambda: late)
                     return
             except TimeoutError:
-                still_wanted()
+                self._check_wanted(owner, connection)
 
-    @staticmethod
-    async def _rest(still_wanted: Callable[[], None], seconds: float) -> None:
+    async def _rest(self, owner: int, connection: Connection, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             await asyncio.sleep(min(left, _SIGN))
-            still_wanted()
+            self._check_wanted(owner, connection)
 
     async def _copy(self, owner: int, source: str) -> None:
         copier = _Copier()
@@ -153,18 +158,11 @@ class Rebuilding:
         memory.clear()
         memory.forget()
         copier.memory = memory
-
-        def still_wanted() -> None:
-            """Keeps the slot of the source, which takes a silent reader for a dead one; lets go of both slots once they are not needed."""
-            if self._is_moot(owner):
-                raise PeerError("a newer version is committed")
-            connection.send(Heartbeat())
-
-        throttle = Throttle(_SHARE, sleep=partial(self._rest, still_wanted))
+        throttle = Throttle(_SHARE, sleep=partial(self._rest, owner, connection))
         try:
             for index, (offset, nbytes) in enumerate(memory.cuts(about.extras_bytes)):
-                still_wanted()
-                await self._idle_network(nbytes, still_wanted)
+                self._check_wanted(owner, connection)
+                await self._idle_network(nbytes, owner, connection)
                 async with throttle.piece():
                     copier.asked = Fetch(call=index + 1, owner=owner, version=version, offset=offset, nbytes=nbytes)
                     connection.send(copier.asked)

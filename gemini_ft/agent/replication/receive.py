@@ -90,8 +90,7 @@ class Inbound:
     async def make_room(self, owner: int, wanted: ShardLayout, *, offered: bool) -> None:
         """Makes slots for a peer's shard, their pages already faulted in; ``offered``: for those that the owner's host sends from now on.
 
-        Raises:
-            PeerError: these slots are for a copy of an outdated layout: the owner's host sends shards of another shape by now.
+        Raises PeerError: these slots are for a copy of an outdated layout: the owner's host sends shards of another shape by now.
         """
         slot_store, spec = self._context.slot_store, self._context.spec
         before = {memory for (of, _), memory in slot_store.memory.items() if of == owner}
@@ -130,8 +129,7 @@ class Inbound:
     def check_sender(self, sender: str, owner: int) -> None:
         """Refuses a shard that a host may not bring here.
 
-        Raises:
-            PeerError: it is this host's own, it is not held here, or the sender does not own it.
+        Raises PeerError: it is this host's own, it is not held here, or the sender does not own it.
         """
         host = self._context.host
         holders = host.holders.get(owner, ())

@@ -10,8 +10,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
 from gemini_ft.agent.context import StreamContext
@@ -20,7 +19,6 @@ from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.carriers import ByAgents, ByWorkers, Carrier
 from gemini_ft.agent.replication.gate import Gate
 from gemini_ft.agent.replication.pacing import Outgoing, Pacing, end_of
-from gemini_ft.config import TrafficConfig
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
@@ -37,27 +35,15 @@ _MAX_RESENDS = 8  # damaged chunks of one shard before its sender gives up
 _PATIENCE = 2.0  # seconds a peer may take to let go of a shard that was given up; then its connection is closed
 
 
-@dataclass
-class LinkContext:
-    """The things that all links of a session share."""
-
-    context: StreamContext
-    traffic: TrafficConfig
-    gate: Gate
-    pacing: Pacing
-    secret: Callable[[], bytes]
-    tags: Iterator[int] = field(default_factory=itertools.count)  # for pieces that workers carry
-
-
 class PeerLink(MessagesOnly):
     """Sends everything for one peer, over one connection that is dialled for as long as there is something to send."""
 
-    def __init__(self, common: LinkContext, peer: str, address: Address, claims: Claims, *, further: Sequence[str] = ()) -> None:
-        self._common, self._context, self._gate = common, common.context, common.gate
+    def __init__(self, session: Outbound, peer: str, address: Address, claims: Claims, *, further: Sequence[str] = ()) -> None:
+        self.session, self._context, self._gate = session, session.context, session.gate
         self.peer, self._address, self._further, self._claims = peer, address, further, claims
-        self._log = RateLimitedLog(common.context.log)  # an attacker in between can break every connection
-        self._by_workers = common.traffic.transport == "collective"
-        self._keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
+        self._log = RateLimitedLog(session.context.log)  # an attacker in between can break every connection
+        self._by_workers = session.traffic.transport == "collective"
+        self.keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._carrier: Carrier | None = None
         self._active: list[Outgoing] = []
         self._rooms: dict[int, tuple[SlotShape, int]] = {}  # owner -> the last offer to the peer, and that call's number
@@ -113,7 +99,7 @@ class PeerLink(MessagesOnly):
         elif isinstance(message, Ready):
             self._ready.add(message.owner)
             if message.rank is not None:
-                self._keepers[message.owner] = message.rank
+                self.keepers[message.owner] = message.rank
             elif self._by_workers:
                 self.astray("it has no worker that could receive")
         elif isinstance(message, Astray):
@@ -186,7 +172,7 @@ class PeerLink(MessagesOnly):
         if not self._measured and out.sent >= _MEASURABLE:
             self._measured = True
             self._tell_speed(out.sent / max(1e-9, now.busy - out.busy_before.busy))
-        self._common.pacing.arrived(out, self.peer, now, time.monotonic() - out.begun_at)
+        self.session.pacing.arrived(out, self.peer, now, time.monotonic() - out.begun_at)
 
     def _tell_speed(self, rate: float) -> None:
         text = f"replicas travel to host {self.peer} ({', '.join((self._address[0], *self._further))}) at {rate / 1e6:,.0f} MB/s"
@@ -207,7 +193,7 @@ class PeerLink(MessagesOnly):
                 self._wake.clear()
                 await self._wake.wait()
             try:
-                connection = await dial(self._address, self._claims, self._common.secret(), self, further=self._further)
+                connection = await dial(self._address, self._claims, self._context.run.secret, self, further=self._further)
             except GeminiError as error:
                 if delay == 0.05:
                     self._log(f"host {self.peer}: {error}")
@@ -220,10 +206,9 @@ class PeerLink(MessagesOnly):
             self._connection = connection
             connection.drained = self._gate.poke
             if self._by_workers:
-                order, keeper = self._order, self._keepers.__getitem__
-                self._carrier = ByWorkers(connection, self._common.traffic, self._common.tags, order, keeper, self.astray)
+                self._carrier = ByWorkers(connection, self)
             else:
-                self._carrier = ByAgents(connection, self._common.traffic)
+                self._carrier = ByAgents(connection, self.session.traffic)
             self._gate.register(self, self._carrier)
             self._rooms.clear()
             self._ready.clear()
@@ -231,7 +216,8 @@ class PeerLink(MessagesOnly):
                 out.restart()
             await self._pump(connection, self._carrier)
 
-    def _order(self, owner: int, dispatch: Dispatch) -> None:
+    def order(self, owner: int, dispatch: Dispatch) -> None:
+        """Has the worker that owns a shard send a piece of it."""
         self._context.workers[owner].send(dispatch)
 
     async def _pump(self, connection: Connection, carrier: Carrier) -> None:
@@ -300,7 +286,7 @@ class PeerLink(MessagesOnly):
         else:
             out.sent_bytes += nbytes
             carrier.send_chunk(chunk, out.slot, out.memory.data(offset, nbytes), partial(self._allowed, out))
-            self._common.pacing.under_way(out, carrier.meter())
+            self.session.pacing.under_way(out, carrier.meter())
         return True
 
     async def _allowed(self, out: Outgoing, nbytes: int) -> int:
@@ -324,10 +310,10 @@ class Outbound:
     """The links of one session."""
 
     def __init__(self, context: StreamContext, spec: SessionSpec) -> None:
-        self._context, self._spec = context, spec
+        self.context, self._spec, self.traffic = context, spec, spec.traffic
         self.gate = Gate(spec.traffic)
-        self.pacing = Pacing(context.host.name, spec.traffic, self.gate, spec.interval, context.report, context.tell_workers)
-        self._common = LinkContext(context, spec.traffic, self.gate, self.pacing, lambda: context.run.secret)
+        self.pacing = Pacing(context, spec, self.gate)
+        self.tags = itertools.count()  # for pieces that workers carry
         self._links: dict[str, PeerLink] = {}
 
     def close(self) -> None:
@@ -339,9 +325,9 @@ class Outbound:
         if peer not in self._links:
             # The lanes' threads, at both ends, must leave processors to the training.
             lanes = self._spec.traffic.lanes or max(1, min(_LANES, len(os.sched_getaffinity(0)) // 4))
-            claims = self._context.claims("replicate", peer).model_copy(update={"lanes": lanes})
+            claims = self.context.claims("replicate", peer).model_copy(update={"lanes": lanes})
             further = self._spec.further.get(peer, ())
-            self._links[peer] = PeerLink(self._common, peer, self._spec.addresses[peer], claims, further=further)
+            self._links[peer] = PeerLink(self, peer, self._spec.addresses[peer], claims, further=further)
         end = end_of(owner, memory) if memory.version == version else None  # copied already, with an agent before this one
         self._links[peer].send(Outgoing(owner=owner, version=version, slot=slot, memory=memory, end=end))
 
@@ -350,7 +336,7 @@ class Outbound:
             self._links[peer].cancel(owner, version)
 
     def links_of(self, owner: int) -> list[PeerLink]:
-        return [self._links[peer] for peer in self._context.host.holders.get(owner, ())[1:] if peer in self._links]
+        return [self._links[peer] for peer in self.context.host.holders.get(owner, ())[1:] if peer in self._links]
 
     def copied(self, owner: int, version: Version, end: End) -> None:
         for link in self._links.values():

@@ -6,7 +6,7 @@ A silent reader keeps a slot for a limited time only: a process that is stopped 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory
@@ -17,50 +17,12 @@ from gemini_ft.wire.messages import Failed, kind_of
 from gemini_ft.wire.peer_messages import Data, Describe, Description, Fetch, GetRoots, Heartbeat, PeerMessage, Roots
 from gemini_ft.wire.tcp import Connection, MessagesOnly
 
+if TYPE_CHECKING:
+    from gemini_ft.agent.session import Incoming
+
 _LEAST = 5.0  # seconds
 _LONG = 60.0  # seconds after which the log names a reader whose slot the job could use
 _LOOKS = 4  # in a lease
-
-
-class Lease:
-    """Ends a connection on which no request and no progress is seen for ``seconds``, and any after ``READER_SECONDS``.
-
-    Args:
-        seconds: of silence, but never less than five.
-        expired: called before the connection is closed, with the reason.
-        lasts: called at each look, with the seconds for which the lease has lasted; time in which this agent is stopped does not count.
-    """
-
-    def __init__(self, connection: Connection, seconds: float, expired: Callable[[str], None], lasts: Callable[[float], None]) -> None:
-        self._connection, self._seconds, self._expired, self._lasts = connection, max(seconds, _LEAST), expired, lasts
-        self._idle = self._looks = 0
-        self._progress = (0, 0)
-        self._timer = self._schedule()
-
-    def renew(self) -> None:
-        self._idle = 0
-
-    def end(self) -> None:
-        self._timer.cancel()
-
-    def _schedule(self) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(self._seconds / _LOOKS, self._look)
-
-    def _look(self) -> None:
-        progress = self._connection.backlog, self._connection.unacknowledged
-        self._idle = self._idle + 1 if progress == self._progress else 0
-        self._progress = progress
-        self._looks += 1  # not seconds: this agent may have been stopped itself
-        age = self._looks * self._seconds / _LOOKS
-        self._lasts(age)
-        if self._idle < _LOOKS and age < READER_SECONDS:
-            self._timer = self._schedule()
-            return
-        reason = f"gave no sign of life for {self._seconds:g} s" if self._idle >= _LOOKS else f"has read for {age:g} s, which is the limit"
-        self._expired(reason)
-        self._connection.abort(f"the reader {reason}")
-
-
 _LEASE = 30.0  # seconds, for readers between two sessions
 
 
@@ -83,25 +45,45 @@ def describe(memory: SlotMemory, asked: Describe) -> Description:
 
 
 class Fetcher(MessagesOnly):
-    """Serves one reader. The slot it reads is pinned until the reader hangs up, or its `Lease` ends."""
+    """Serves one reader. The slot it reads is pinned until the reader hangs up, or its lease ends.
 
-    def __init__(
-        self, stream: StreamContext, connection: Connection, host: str, committed_roots: Callable[[Version], Mapping[int, str]]
-    ) -> None:
-        self._stream, self._connection, self._host, self._committed_roots = stream, connection, host, committed_roots
+    The lease ends when no request and no progress is seen for ``replica_timeout`` seconds, but never less than five, and in any case after
+    ``READER_SECONDS``. Time in which this agent is stopped does not count.
+    """
+
+    def __init__(self, stream: StreamContext, connection: Connection, host: str, doors: Incoming) -> None:
+        self._stream, self._connection, self._host, self._doors = stream, connection, host, doors
         self._held: dict[tuple[int, Version], int] = {}
         self._is_named = False
-        self._lease = Lease(connection, stream.spec.replica_timeout if stream.spec is not None else _LEASE, self._expired, self._lasts)
+        self._seconds = max(stream.spec.replica_timeout if stream.spec is not None else _LEASE, _LEAST)
+        self._idle = self._looks = 0
+        self._progress = (0, 0)
+        self._timer = self._schedule()
+
+    def _schedule(self) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(self._seconds / _LOOKS, self._look)
+
+    def _look(self) -> None:
+        progress = self._connection.backlog, self._connection.unacknowledged
+        self._idle = self._idle + 1 if progress == self._progress else 0
+        self._progress = progress
+        self._looks += 1  # not seconds: this agent may have been stopped itself
+        age = self._looks * self._seconds / _LOOKS
+        self._name_if_long(age)
+        if self._idle < _LOOKS and age < READER_SECONDS:
+            self._timer = self._schedule()
+            return
+        silent, long = f"gave no sign of life for {self._seconds:g} s", f"has read for {age:g} s, which is the limit"
+        reason = silent if self._idle >= _LOOKS else long
+        if self._held:
+            self._stream.log(f"{self._reads}, {reason}: its slots are taken back")
+        self._connection.abort(f"the reader {reason}")
 
     @property
     def _reads(self) -> str:
         return f"host {self._host} at {self._connection.peer}, a reader of " + ", ".join(f"rank {owner}'s {v}" for owner, v in self._held)
 
-    def _expired(self, reason: str) -> None:
-        if self._held:
-            self._stream.log(f"{self._reads}, {reason}: its slots are taken back")
-
-    def _lasts(self, seconds: float) -> None:
+    def _name_if_long(self, seconds: float) -> None:
         """Logs once that a reader has long kept a slot whose version is older than the committed one, so that the job could use it."""
         committed = self._stream.host.committed
         if seconds >= _LONG and not self._is_named and any(committed is not None and version < committed for _, version in self._held):
@@ -116,11 +98,11 @@ class Fetcher(MessagesOnly):
         return f"fetch:{self._host}:{self._connection.peer}"
 
     def on_message(self, message: PeerMessage) -> memoryview | None:
-        self._lease.renew()
+        self._idle = 0
         if isinstance(message, Heartbeat):
             return None
         if isinstance(message, GetRoots):
-            roots = self._committed_roots(message.version)
+            roots = self._doors.committed_roots(message.version)
             self._connection.send(Roots(call=message.call, version=message.version, roots=dict(roots)))
             return None
         if not isinstance(message, Fetch | Describe):
@@ -136,7 +118,7 @@ class Fetcher(MessagesOnly):
         return None
 
     def on_lost(self, reason: str) -> None:
-        self._lease.end()
+        self._timer.cancel()
         for (owner, _), slot in self._held.items():
             self._stream.perform(self._stream.host.release(owner, slot, self._name))
 

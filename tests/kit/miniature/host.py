@@ -604,7 +604,7 @@ class Member:
 
     def on(self, kind: str, *args: Any) -> None:
         if kind == "report" and isinstance(args[0], Gathered | GatheredSkips):
-            self.node.hear(kind, args[0].only(lambda host: self.node.ways.counts(host, self)))
+            self.node.hear(kind, args[0].only({host for host in args[0].hosts if self.node.ways.counts(host, self)}))
         elif kind == "relayed":
             self.node.hear_of(args[0], self, *args[1:])
         else:

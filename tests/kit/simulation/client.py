@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from gemini_ft.agent.client import AgentClient
-from gemini_ft.agent.workers import RequestHandler, WorkerConnection, _duplicates
+from gemini_ft.agent.requests import Requests
+from gemini_ft.agent.workers import WorkerConnection, _duplicates
 from gemini_ft.errors import AgentError, AgentTimeoutError
 from gemini_ft.wire.frames import FrameBuffer
 from gemini_ft.wire.messages import Answer, Call, pack
@@ -33,7 +34,7 @@ _PIPE = 0.0002  # seconds that a message takes to the agent or back, in the mean
 class AgentEnd(WorkerConnection):
     """The agent's end of a worker's socket, without the socket."""
 
-    def __init__(self, handler: RequestHandler, client: SimulatedClient, pid: int) -> None:
+    def __init__(self, handler: Requests, client: SimulatedClient, pid: int) -> None:
         self.rank, self.stream, self.parting, self.stood = -1, "", "", 0.0
         self.incarnation = self.launch = None
         self.pid, self._pidfd = pid, -1

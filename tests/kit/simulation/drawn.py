@@ -16,7 +16,7 @@ PARTS = {
     "core": ("gathering", "ledger", "protocol", "rounds", "slots", "succession", "tree"),
     "agent": (
         "commit.collector", "commit.failover", "commit.leader", "commit.member", "memory.slot_memory", "memory.slot_store",
-        "memory.staging", "own_shards",
+        "own_shards",
         "replication.rebuild", "replication.receive", "replication.send", "replication.serve", "session", "storing", "stream", "uploads",
     ),
     "storage": ("checkpoints", "decisions", "lookout", "marks", "retention", "shard"),

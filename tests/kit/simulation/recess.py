@@ -63,8 +63,8 @@ class Recess:
 
     def _sessions(self) -> Iterator[Any]:
         for _, stream in self._world.streams:
-            if stream._session is not None:
-                yield stream._session
+            if stream.present_session is not None:
+                yield stream.present_session
 
     def _jump(self, seconds: float) -> None:
         for worker in [host.worker for host in self._world.hosts if host.worker is not None]:

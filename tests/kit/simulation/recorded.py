@@ -90,7 +90,7 @@ def on_decision(world: World, stream: Stream, message: PeerMessage) -> None:
     name, spec = stream.context.host.name, stream.context.spec
     assert spec is not None
     if isinstance(message, Commit):
-        session = stream._session
+        session = stream.present_session
         leads = session is not None and session.failover.leader is not None
         facts: dict[str, Any] = {"host": name, "version": text(message.version), "leads": leads, "freeze": message.freeze}
         facts |= {"of": str(spec.incarnation), "resumed": text(spec.resumed) if spec.resumed is not None else None}
@@ -150,7 +150,7 @@ def slots(world: World) -> Iterator[tuple[str, int, int, int]]:
 def state(world: World) -> dict[str, Any]:
     """The state at the end: who is left out of the commits, and what memory is counted and what there is."""
     streams = [(host, stream) for host in world.hosts if host.agent is not None for stream in host.agent.streams.by_name.values()]
-    sessions = [stream.session for _, stream in streams if stream._session is not None]
+    sessions = [stream.session for _, stream in streams if stream.present_session is not None]
     books = [(each._spec.incarnation, each.leads_in, each.failover.leader) for each in sessions if each.leads_in is not None]
     _, _, leader = max(books, key=lambda each: each[:2], default=(None, None, None))
     return {

@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from gemini_ft import failpoints
 from gemini_ft.agent import main as agent_main
-from gemini_ft.agent import uploads
+from gemini_ft.agent import storing, uploads
 from gemini_ft.agent.commit.collector import CollectorPort
 from gemini_ft.agent.commit.leader import MemberPort
-from gemini_ft.agent.memory import budget, slot_store, staging
+from gemini_ft.agent.memory import budget, slot_store
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication import rebuild
 from gemini_ft.agent.replication.send import PeerLink
@@ -81,7 +81,7 @@ def seams(world: World) -> Iterator[None]:
         return process.host if process is not None else ""
 
     make_spec = joining._make_spec
-    on_decision, choose, finish = Stream._on_decision, resume_choice.Chooser.choose, SlotMemory.finish
+    on_decision, choose, finish = Stream.decide, resume_choice.Chooser.choose, SlotMemory.finish
 
     def finished(memory: SlotMemory, version: Version, extras_bytes: int, root: str | None) -> bool:
         whole = finish(memory, version, extras_bytes, root)
@@ -150,7 +150,7 @@ def seams(world: World) -> Iterator[None]:
         (joining, "_make_spec", lambda *given: make_spec(*given).model_copy(update={"fan_in": world.fan_in})),
         (slot_store, "populate", lambda *_: None),
         (uploads, "open_storage", storage),
-        (staging, "open_storage", storage),
+        (storing, "open_storage", storage),
         (storage_check, "open_storage", storage),
         (storage_check, "within", within),
         (resume_choice, "within", within),
@@ -162,7 +162,7 @@ def seams(world: World) -> Iterator[None]:
         (rendezvous, "exchange_bytes", lambda blob, timeout: here().attempt.exchange(here(), blob, timeout)),
         (joining, "lifecycle", no_process),
         *((each, "__hash__", number_of) for each in HASHED),
-        (Stream, "_on_decision", decided),
+        (Stream, "decide", decided),
         (SlotMemory, "finish", finished),
         (resume_choice.Chooser, "choose", chosen),
     ]
@@ -171,7 +171,7 @@ def seams(world: World) -> Iterator[None]:
     random.seed(world.seed)
     logging.getLogger("gemini_ft").setLevel(logging.CRITICAL)
     world.folder = Path(tempfile.mkdtemp(prefix="gemini-simulation-"))
-    staging.hang_up()
+    storing.hang_up()
     try:
         for where, name, double in seams:
             setattr(where, name, double)

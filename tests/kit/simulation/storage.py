@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 from gemini_ft.errors import CorruptDataError, ObjectGoneError, StorageError
-from gemini_ft.storage.base import RangeReader, Steps, check_key, ignore
+from gemini_ft.storage.base import UNCOUNTED, RangeReader, Steps, TransferCount, check_key
 from simulation.loop import Fiber
 
 URL = "s3://simulated/prefix"
@@ -89,7 +89,7 @@ class SimulatedStorage:
             raise StorageError(f"{self.url}: {what}: the answer was lost")
         return result
 
-    def put(self, key: str, parts: Iterable[memoryview | bytes], sent: Callable[[int], None] = ignore) -> None:
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
         check_key(key)
         self._bucket.record("putting", key=key)
         body = bytearray()
@@ -109,7 +109,7 @@ class SimulatedStorage:
             if is_of_checkpoint(key) and self._bucket.rng.random() < self._bucket.halving:
                 self._bucket.objects[key], self._bucket._sound[key] = bytes(body[: len(body) // 2]), bytes(body)
                 self._bucket.record("halved", key=key)
-            sent(len(body))
+            transfer.add(len(body))
 
         self._operate(f"put {key}", effect)
 

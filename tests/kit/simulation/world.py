@@ -146,7 +146,7 @@ class World:
     def leading(self) -> Iterator[Agent]:
         """The agents that lead a session, or believe that they do."""
         for host in self.hosts:
-            sessions = [stream._session for stream in host.agent.streams.by_name.values()] if host.agent is not None else []
+            sessions = [stream.present_session for stream in host.agent.streams.by_name.values()] if host.agent is not None else []
             if host.agent is not None and any(session is not None and session.leads_in is not None for session in sessions):
                 yield host.agent
 
