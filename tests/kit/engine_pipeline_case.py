@@ -188,7 +188,7 @@ def in_one_process(case: Case, world: int, together: int = 1) -> nn.Module:
     masters, inner = list[list[torch.Tensor]](), list[torch.optim.Optimizer]()
     for _ in models:
         whole = torch.cat([*(param.detach().flatten() for param in anchor.parameters()), room[sum(sizes) :]])
-        masters.append([part.view(shape) for part, shape in zip(whole[: sum(sizes)].split(sizes), shapes, strict=True)])
+        masters.append([part.view(shape) for part, shape in zip(torch.split(whole[: sum(sizes)], sizes), shapes, strict=True)])
         inner.append(torch.optim.AdamW([nn.Parameter(part) for part in whole.chunk(together)], 1e-2))
     outer = torch.optim.SGD(anchor.parameters(), 0.7, momentum=0.9, nesterov=True)
     for step in range(case.steps):
@@ -197,7 +197,7 @@ def in_one_process(case: Case, world: int, together: int = 1) -> nn.Module:
             for rank in range(host * together, (host + 1) * together):
                 model.zero_grad()
                 for micro in range(case.accumulate):
-                    (loss_of(model, step, micro, rank) / case.accumulate).backward()
+                    torch.autograd.backward(loss_of(model, step, micro, rank) / case.accumulate)
                 gradients = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
                 total = total + torch.cat([*gradients, room[sum(sizes) :].to(total.dtype)])
             for param, gradient in zip(optimizer.param_groups[0]["params"], (total / together).float().chunk(together), strict=True):

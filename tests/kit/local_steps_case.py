@@ -478,7 +478,7 @@ def elastic_in_one_process() -> list[float]:
     models += [copy.deepcopy(models[0]) for _ in range(2)]
     inner = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
     anchor = copy.deepcopy(models[0])
-    outer = torch.optim.SGD(anchor.parameters(), **DILOCO)
+    outer = torch.optim.SGD(anchor.parameters(), DILOCO["lr"], momentum=DILOCO["momentum"], nesterov=True)
     for step in range(12):
         if step == 4:
             del models[2], inner[2]

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from local_steps_case import DILOCO, loss_of
 from sync_case import join
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 
 import gemini_ft
 from gemini_ft.testing import first_difference
@@ -76,7 +77,7 @@ def _theirs(name: str, rule: dict[str, Any], rank: int, lighthouse: str) -> dict
 
     model = _network()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=20)),
         load_state_dict=lambda state: None,
