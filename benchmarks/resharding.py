@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -28,9 +27,10 @@ def worker(folder: Path, megabytes: int) -> None:
     """One rank: resumes, loads the same from files, says what both took, and trains until it is lost or told to end."""
     import torch
     import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
     from torch import nn
     from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.utils.data import DataLoader, DistributedSampler
@@ -46,7 +46,7 @@ def worker(folder: Path, megabytes: int) -> None:
             super().__init__(*arguments)
             spans.append((self.start // CHUNK, -(-self.stop // CHUNK)))
 
-    restore.Scatter = Noting  # type: ignore[misc]
+    restore.Scatter = Noting  # type: ignore[assignment,misc]
     gemini_ft.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     width = int((megabytes * 1e6 / 12 / BLOCKS / 8) ** 0.5) // 12 * 12  # weights and two moments, of 4 bytes; 8 x width x width in a block
@@ -64,7 +64,7 @@ def worker(folder: Path, megabytes: int) -> None:
         weights, moments = get_state_dict(model, optimizer)
         dist.barrier()
         begin = time.perf_counter()
-        dcp.load({"model": weights, "optim": moments}, checkpoint_id=files)
+        load({"model": weights, "optim": moments}, checkpoint_id=files)
         found = {
             "start": start,
             "world": world,
@@ -83,7 +83,7 @@ def worker(folder: Path, megabytes: int) -> None:
             checkpointer.step()
             if number == checkpointer.accumulation and not start:
                 weights, moments = get_state_dict(model, optimizer)
-                dcp.save({"model": weights, "optim": moments}, checkpoint_id=folder / "files")
+                save({"model": weights, "optim": moments}, checkpoint_id=folder / "files")
             (folder / f"step.{world}.{rank}").touch()
             is_over = torch.tensor(float((folder / "end").exists()))
             dist.all_reduce(is_over)
@@ -130,7 +130,8 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        return worker(options.worker, options.megabytes)
+        worker(options.worker, options.megabytes)
+        return
     megabytes, rounds = (64, 1) if options.quick else (options.megabytes, options.rounds)
     trials = [trial(megabytes) for _ in range(rounds)]
     results = {
@@ -153,8 +154,7 @@ def main() -> None:
             "resharding", "Another number of ranks under FSDP2", f"{body}\n\n{common.table(header, rows)}", common.versions(PACKAGES)
         )
     common.print_result("resharding", results, ratios)
-    return None
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
