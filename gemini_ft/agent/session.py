@@ -131,7 +131,7 @@ class AgentSession:
 
     @property
     def gone(self) -> list[str]:
-        """Those of them that have no connection any more, on the host that leads."""
+        """The hosts among them that have no connection any more, on the host that leads."""
         return self.failover.leader.missing(time.monotonic()) if self.failover.leader is not None else []
 
     @property

@@ -11,7 +11,8 @@ import gemini_ft
 # Ages and moments that are shown, or written down for people and for the functions below.
 SHOWN = {
     "agent/figures.py:_committed_at",
-    "agent/figures.py:_failure",
+    "agent/figures.py:kept",
+    "agent/figures.py:opened",
     "agent/figures.py:lost",
     "agent/requests.py:__init__",
     "agent/requests.py:job",
