@@ -118,7 +118,7 @@ class Fit:
                 self.checkpointer.accumulation = carried
             self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
             trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
-            is_same_launch = found.extras["launch"] == self.checkpointer.launch
+            is_same_launch = found.extras.get("launch") == self.checkpointer.launch  # snapshots in storage may be older
             step = trainer_checkpoints.logged_steps(self.checkpoint)
             self._logs.go_on(found.extras["loggers"], step, is_same_launch=is_same_launch)
             trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint, is_same_launch=is_same_launch)

@@ -49,15 +49,16 @@ class Logs:
             if then is None:
                 continue
             hparams: dict[str, Any] = {}
-            if is_same_launch and _place_of(logger) != then["place"]:
+            place = then.get("place", {"_version": then.get("version")})  # snapshots in storage may be older
+            if is_same_launch and _place_of(logger) != place:
                 if (opened := logger._experiment) is not None:  # by the script, before the fit
                     hparams = getattr(opened, "hparams", {})
                     getattr(opened, "close", lambda: None)()
                     logger._experiment = None
-                vars(logger).update(then["place"])
-            if logger._version not in (None, then["place"]["_version"]):
+                vars(logger).update(place)
+            if logger._version not in (None, place["_version"]):
                 continue
-            logger._version = then["place"]["_version"]
+            logger._version = place["_version"]
             if "TensorBoardLogger" in shipped_names(logger):
                 logger._kwargs = {**logger._kwargs, "purge_step": step}
                 logger._default_hp_metric = False  # it was logged at the first start

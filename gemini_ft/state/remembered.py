@@ -36,6 +36,7 @@ from gemini_ft.state.values import (
     copy_of,
     digest,
     entries,
+    has_its_functions,
     is_same,
     is_shared,
     snapshot,
@@ -170,7 +171,9 @@ class Attributes:
                         if then is None and is_a(value, torch.Tensor):
                             self._see(lost[-1], value)
                     continue
-                if not is_same(copy, then):
+                if not has_its_functions(copy, then):
+                    lost.append(f"{path}.{name}")
+                elif not is_same(copy, then):
                     kept.setdefault(path, {})[name] = copy
         if still is None:
             self._still = _StillModules({path: (vars(self._objects[path]), self._watched[path][1]) for path in equal}, self._objects)

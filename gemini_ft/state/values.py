@@ -144,6 +144,20 @@ def _find_factories(value: Any, current: Any) -> None:
         _find_factories(part, there)
 
 
+def has_its_functions(value: Any, then: Any) -> bool:
+    """Whether a plain value's defaultdicts find their functions in a process in which it is as ``then``; see `copy_for`."""
+    if type(value) is defaultdict and value.default_factory is codec.lost_factory and type(then) is not defaultdict:
+        return False
+    if type(value) in SEQUENCES:
+        parts = [*then] if type(then) in (list, tuple, deque) else []
+        return all(itertools.starmap(has_its_functions, itertools.zip_longest(value, parts[: len(value)])))
+    if type(value) not in MAPPINGS:
+        return True
+    before = then if is_a(then, dict) else {}
+    made = type(then) is defaultdict  # by its function, as new ones will be
+    return all(has_its_functions(part, before.get(key)) for key, part in value.items() if key in before or not made)
+
+
 def is_shared(value: Any) -> bool:
     """Whether a value lies in memory that worker processes see too. A tensor that is a part of another one may not stay so."""
     if is_a(value, torch.Tensor):
