@@ -171,7 +171,7 @@ class Attributes:
                         if then is None and is_a(value, torch.Tensor):
                             self._see(lost[-1], value)
                     continue
-                if not has_its_functions(copy, then):
+                if self._marked[path] and not has_its_functions(copy, then):  # what came later has them when it comes again
                     lost.append(f"{path}.{name}")
                 elif not is_same(copy, then):
                     kept.setdefault(path, {})[name] = copy

@@ -65,9 +65,8 @@ class _ScriptGenerators:
         self._imported = 0
 
     def look(self) -> dict[str, Any]:
-        if self._imported != len(sys.modules):
-            self._sources, self._imported = script_modules(), len(sys.modules)
-        self._places = [place for module in self._sources for place in _places(module)]
+        self._imported = len(sys.modules)
+        self._places = [place for module in script_modules() for place in _places(module)]
         return self.seen()
 
     def seen(self) -> dict[str, Any]:

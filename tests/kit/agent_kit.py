@@ -120,7 +120,8 @@ def _spawn_warm(path: str, args: Sequence[str], descriptors: Sequence[int]) -> i
 def stream_context(log: Callable[[str], None] = print, *, run: Mapping[str, object] | None = None, **fields: object) -> Any:
     """As much of a stream's context as parts of an agent need that are tested alone."""
     of_run = SimpleNamespace(**{"run_id": "run", "secret": b"", "files": None} | dict(run or {}))
-    return SimpleNamespace(**{"name": "main", "run": of_run, "log": log, "custodians": Mock(), "note_damage": lambda *_: None} | fields)
+    parts = {"custodians": Mock(), "note_damage": lambda *_: None, "measures": SimpleNamespace(kept=lambda: None)}
+    return SimpleNamespace(**{"name": "main", "run": of_run, "log": log} | parts | fields)
 
 
 def slot_store(host: Host, budget: Budget, log: Callable[[str], None] = print, files: SlotFiles | None = None) -> SlotStore:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from disks import small_disk
@@ -116,7 +117,7 @@ def test_an_old_file_whose_writer_holds_its_lock_stays(storage: LocalStorage) ->
 
 def test_a_temporary_file_says_whose_it_is_and_since_when(storage: LocalStorage) -> None:
     names: list[str] = []
-    storage.put("a", [b"1"], lambda nbytes: names.extend(partial_files(storage)))
+    storage.put("a", [b"1"], SimpleNamespace(add=lambda nbytes: names.extend(partial_files(storage))))
     found = re.fullmatch(r"(?P<host>[^.]+)\.(?P<domain>[0-9a-f]+-[0-9a-f]+)\.(?P<pid>\d+)\.(?P<begun>\d+)\.[0-9a-f]{8}", names[0])
     assert found is not None
     assert int(found["pid"]) == os.getpid()
@@ -170,7 +171,7 @@ def test_a_file_system_that_keeps_half_is_caught(storage: LocalStorage) -> None:
         os.truncate(path, 500)
 
     with pytest.raises(StorageError, match="500 of 1000 bytes were kept without an error"):
-        storage.put("a", [bytes(1000)], lose)
+        storage.put("a", [bytes(1000)], SimpleNamespace(add=lose))
     assert storage.list() == []
 
 
