@@ -8,8 +8,8 @@ stages 1 and 2           bucket by bucket (``reduce_bucket_size``); at 2 every m
 stage 3, experimental    the same; every rank computes whole averages and keeps its part    what a bucket has of each group
 ======================  ==================================================================  ===============================
 
-With local steps nothing of this is replaced: at stages 1 and 2 masters are divided among the ranks that train together, and DeepSpeed
-averages gradients among these. Every rank averages what its own part of the masters has moved with the ranks that have the same part.
+With local steps no gradients are averaged: at stage 0 the engine's all-reduce is left out, and at stages 1 and 2 each rank has all masters,
+as if it were the only one. What ranks average is how far their parameters, or these masters, have moved.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import deepspeed
@@ -28,10 +27,9 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from gemini_ft.deepspeed.partitions import divide_among, own_part, own_parts
+from gemini_ft.deepspeed.partitions import divide_among, own_part, whole_masters
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.averager import own_group
-from gemini_ft.pipeline.host_groups import host_groups, hosts_of
 from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, check_local, nothing, trained
 from gemini_ft.pipeline.routes import Gradients
@@ -87,7 +85,7 @@ class EngineGradients(BodyWithOuter):
             profile_steps=_PROFILE_STEPS,
         )
         if local:
-            self._outer = self._outer_steps(local, ranks)
+            self._outer = self._outer_steps(local)
             self.groups += self._outer.groups
         self.averager.scale = self._loss_scale
         self._replaced: list[tuple[Any, str]] = []
@@ -95,19 +93,17 @@ class EngineGradients(BodyWithOuter):
         if self.averager.rank == 0:
             self._tell(rules)
 
-    def _outer_steps(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> OuterSteps:
-        """The outer steps of parameters, or of this rank's parts of their masters."""
-        engine, rules, parts = self._engine, self.averager.rules, self._parameters
-        hosts, group, control = list[int](), self.averager.group, self._control  # which have nothing else to carry
+    def _outer_steps(self, tensors: Sequence[Tensor]) -> OuterSteps:
+        """The outer steps of parameters, or of their masters, which are whole on each rank from now on."""
+        engine, rules, parameters = self._engine, self.averager.rules, self._parameters
+        group, control = self.averager.group, self._control  # which have nothing else to carry
         if not self._is_whole:
-            hosts = hosts_of(rules[tensors[0].rule], self.averager.group)
-            groups = host_groups(ranks, hosts or range(len(ranks)), engine.seq_data_parallel_group, between=True)
-            group, control = (groups.peers, groups.control) if groups.peers.size() > 1 else (None, None)
-            divide_among(engine, groups.host)
-            parts = own_parts(engine)
-            tensors = [replace(tensor, shape=tuple(part.shape)) for tensor in tensors if (part := parts.get(tensor.name)) is not None]
-            self.groups.append(groups.host)
-        return OuterSteps(engine.module, parts, tensors, rules, group=group, control=control, device=engine.device, hosts=hosts)
+            alone = own_group([dist.get_rank()], engine.seq_data_parallel_group)
+            self.groups.append(alone)
+            divide_among(engine, alone)
+            parameters = whole_masters(engine)
+            tensors = [tensor for tensor in tensors if tensor.name in parameters]
+        return OuterSteps(engine.module, parameters, tensors, rules, group=group, control=control, device=engine.device)
 
     # -- where gradients are averaged
 
@@ -278,6 +274,7 @@ def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
 
 def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
     """The reason why ranks cannot train alone in an engine, or None."""
+    yield rule.within is not None, f"{rule}: within: host is of DDP and plain loops: leave it out"
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         scales = engine.fp16_enabled() or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
         yield scales, f"{rule}: a loss scaler skips updates on single ranks: take bf16, or leave every out"
@@ -297,7 +294,6 @@ def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
     )
     clips = "gradient_clipping has DeepSpeed add up the norms of all ranks in each step, in which no rank may wait for another"
     yield engine.gradient_clipping() > 0, f"{rule}: {clips}: set gradient_clipping to 0"
-    yield rule.within is not None, f"{rule}: within: host is of ZeRO stages 1 and 2, DDP and plain loops: leave it out"
 
 
 def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]]:
@@ -327,7 +323,7 @@ def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]
 
 def _save_no_checkpoint(*_: Any, **__: Any) -> NoReturn:
     raise StateError(
-        "DeepSpeed's checkpoints are of one optimizer that all ranks share, and with a rule with every each rank, or host, has its own: "
+        "DeepSpeed's checkpoints are of one optimizer that all ranks share, and with a rule with every each rank has its own: "
         "save engine.module.state_dict() after an average. The snapshots of gemini-ft have each rank's own state"
     )
 

@@ -16,8 +16,8 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed"
 from deepspeed.runtime import constants
 from deepspeed_case import Case as Job
 from deepspeed_case import check
-from engine_pipeline_case import ALONE, BF16, BF16_OPTIMIZER, WORDS, Case, every, hosts, in_one_process, refusals
-from rank_kit import Batches, World, in_batches, on_ranks
+from engine_pipeline_case import ALONE, BF16, BF16_OPTIMIZER, WORDS, Case, every, in_one_process, refusals
+from rank_kit import Batches, World, in_batches
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -175,13 +175,6 @@ def test_checkpoints_of_one_optimizer_for_all_are_refused_where_each_rank_has_it
     assert "StateError: DeepSpeed's checkpoints are of one optimizer that all ranks share" in ran[0]["alone at 1"]["saved"]
 
 
-@pytest.mark.soak
-def test_hosts_that_divide_their_masters_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
-    within = [ALONE | {"within": "host"}]
-    cases = {f"at {stage}": Case(stage, within, steps=6, config={"gradient_clipping": 0.0}) for stage in (1, 2)}
-    assert on_ranks(tmp_path, 4, hosts, cases) == [dict.fromkeys(cases)] * 4
-
-
 class TestSparseTensors:
     @pytest.mark.parametrize("rules", ["no rules", "zen"])
     def test_they_are_added_up(self, ran: Sequence[Mapping[str, Any]], rules: str) -> None:
@@ -238,6 +231,7 @@ REFUSED = {
         Case(2, [ALONE], zero=OFFLOADED, config={"zero_force_ds_cpu_optimizer": False}),
         "masters in host memory (offload_optimizer) cannot be averaged",
     ),
+    "local steps of hosts": (Case(2, [ALONE | {"within": "host"}]), "within: host is of DDP and plain loops: leave it out"),
     "local steps that are clipped": (
         Case(0, [ALONE]),
         "gradient_clipping has DeepSpeed add up the norms of all ranks",

@@ -177,31 +177,27 @@ def every(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
     return {name: run(case) for name, case in cases.items()}
 
 
-def in_one_process(case: Case, world: int, together: int = 1) -> nn.Module:
-    """The model after the average that ends a training, by torch's optimizers: masters lie end to end, a part for each rank of a host."""
-    models, anchor = [network() for _ in range(world // together)], network()
+def in_one_process(case: Case, world: int) -> nn.Module:
+    """The model after the average that ends a training, by torch's optimizers: a rank's masters lie end to end."""
+    models, anchor = [network() for _ in range(world)], network()
     if "bf16" in case.config:
         models, anchor = [model.bfloat16() for model in models], anchor.bfloat16().float()
     shapes = [param.shape for param in anchor.parameters()]
     sizes = [shape.numel() for shape in shapes]
-    room = torch.zeros(sum(sizes) + -sum(sizes) % (2 * together))
+    room = torch.zeros(sum(sizes) % 2)
     masters, inner = list[list[torch.Tensor]](), list[torch.optim.Optimizer]()
     for _ in models:
-        whole = torch.cat([*(param.detach().flatten() for param in anchor.parameters()), room[sum(sizes) :]])
+        whole = torch.cat([*(param.detach().flatten() for param in anchor.parameters()), room])
         masters.append([part.view(shape) for part, shape in zip(torch.split(whole[: sum(sizes)], sizes), shapes, strict=True)])
-        inner.append(torch.optim.AdamW([nn.Parameter(part) for part in whole.chunk(together)], 1e-2))
+        inner.append(torch.optim.AdamW([nn.Parameter(whole)], 1e-2))
     outer = torch.optim.SGD(anchor.parameters(), 0.7, momentum=0.9, nesterov=True)
     for step in range(case.steps):
-        for host, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
-            total = room.to(next(model.parameters()).dtype)
-            for rank in range(host * together, (host + 1) * together):
-                model.zero_grad()
-                for micro in range(case.accumulate):
-                    torch.autograd.backward(loss_of(model, step, micro, rank) / case.accumulate)
-                gradients = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
-                total = total + torch.cat([*gradients, room[sum(sizes) :].to(total.dtype)])
-            for param, gradient in zip(optimizer.param_groups[0]["params"], (total / together).float().chunk(together), strict=True):
-                param.grad = gradient.clone()
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            model.zero_grad()
+            for micro in range(case.accumulate):
+                torch.autograd.backward(loss_of(model, step, micro, rank) / case.accumulate)
+            gradients = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+            optimizer.param_groups[0]["params"][0].grad = torch.cat([*gradients, room.to(gradients[0].dtype)]).float()
             optimizer.step()
         with torch.no_grad():
             if step % 2:
@@ -212,24 +208,6 @@ def in_one_process(case: Case, world: int, together: int = 1) -> nn.Module:
                 for weight, param, start in zip(model.parameters(), parts, anchor.parameters(), strict=True):
                     weight.copy_(param.copy_(start) if step % 2 else param)
     return models[0]
-
-
-def hosts(cases: Mapping[str, Case]) -> dict[str, str | None]:
-    """Case -> where this rank's model differs from that of one process, where every two ranks are a host; None: nowhere, in bits."""
-    from local_steps_case import emulate_hosts
-
-    import gemini_ft
-    from gemini_ft.testing import first_difference
-
-    gemini_ft.init_process_group("gloo")
-    emulate_hosts(dist.get_rank())
-    found = {}
-    for name, case in cases.items():
-        engine = start(case)
-        steps(case, engine, case.steps)
-        found[name] = first_difference(engine.module.state_dict(), in_one_process(case, dist.get_world_size(), 2).state_dict())
-        end(engine)
-    return found
 
 
 def refusals(cases: Mapping[str, Case]) -> dict[str, str]:
