@@ -14,6 +14,7 @@ as if it were the only one. What ranks average is how far their parameters, or t
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,7 +28,7 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from gemini_ft.deepspeed.partitions import divide_among, own_part, whole_masters
+from gemini_ft.deepspeed.partitions import base_optimizer, divide_among, own_part, whole_masters
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
@@ -38,6 +39,11 @@ from gemini_ft.pipeline.rules import PLANNED, Rule, Rules, check_world, load_rul
 _log = logging.getLogger("gemini_ft")
 _PROFILE_STEPS = 5  # that are watched before a planned fusion is planned
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+_LOAD = inspect.signature(deepspeed.DeepSpeedEngine.load_checkpoint)
+_SKIPPED = (
+    "DeepSpeed has skipped an update whose gradients are infinite or no numbers, on this rank alone, as ranks train alone with a rule with "
+    "every: it would be a step behind the others, and so would its schedule. Resume from a snapshot, and lower the learning rate or clip"
+)
 
 
 class EngineGradients(BodyWithOuter):
@@ -111,7 +117,8 @@ class EngineGradients(BodyWithOuter):
         engine, optimizer = self._engine, self._engine.optimizer
         match optimizer:
             case DeepSpeedZeroOptimizer() if self._outer is not None:
-                self._replace(engine, "save_checkpoint", _save_no_checkpoint)
+                for name, refusal in _refusals(engine).items():
+                    vars(engine)[name] = refusal  # for good: the masters stay as they are divided
             case DeepSpeedZeroOptimizer_Stage3():
                 self._replace(optimizer, _SCATTER, self._scatter)
             case DeepSpeedZeroOptimizer():
@@ -209,6 +216,8 @@ class EngineGradients(BodyWithOuter):
         result = type(engine)._take_model_step(engine, *arguments, **named)
         if self._outer is None:
             self.step_over()
+        elif not engine.was_step_applied():
+            raise self._outer.averager.failed(StateError(_SKIPPED))
         elif not self._is_whole and self._outer.updated():
             engine.optimizer.update_lp_params()
         return result
@@ -286,6 +295,12 @@ def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
             engine.global_steps > 0,
             f"{rule}: masters are divided anew, which no engine survives that has made steps: begin with the rules",
         )
+        groups = len(base_optimizer(engine.optimizer).param_groups)  # of Adagrad, which DeepSpeed makes anew, there is one
+        yield (
+            groups != len(engine.optimizer.bit16_groups),
+            f"{rule}: masters cannot be divided anew where DeepSpeed makes one parameter group of several, as it does for Adagrad: give "
+            "the optimizer one group, or take another optimizer",
+        )
         return
     yield (
         not isinstance(engine.optimizer, torch.optim.Optimizer),
@@ -321,11 +336,30 @@ def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]
     yield loose, f"zero_optimization.contiguous_gradients must be true, or left out, at stage {stage}"
 
 
-def _save_no_checkpoint(*_: Any, **__: Any) -> NoReturn:
-    raise StateError(
-        "DeepSpeed's checkpoints are of one optimizer that all ranks share, and with a rule with every each rank has its own: "
-        "save engine.module.state_dict() after an average. The snapshots of gemini-ft have each rank's own state"
-    )
+def _refusals(engine: Any) -> dict[str, Callable[..., Any]]:
+    """Methods in place of those of an engine at ZeRO stage 1 or 2 whose ranks train alone, by name."""
+
+    def save_checkpoint(*_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            "DeepSpeed's checkpoints are of one optimizer that all ranks share, and with a rule with every each rank has its own: "
+            "save engine.module.state_dict() after an average. Lightning's Trainer does without with enable_checkpointing=False, "
+            "transformers' with save_strategy='no'. The snapshots of gemini-ft have each rank's own state"
+        )
+
+    def load_checkpoint(*arguments: Any, **named: Any) -> Any:
+        given = _LOAD.bind(engine, *arguments, **named).arguments
+        is_whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        if is_whole and not engine.load_universal_checkpoint():
+            raise StateError(
+                "DeepSpeed's checkpoints have each rank's part of one optimizer that all ranks share, and with a rule with every each rank "
+                "has a whole one: load the weights alone (load_optimizer_states=False), or a universal checkpoint"
+            )
+        return type(engine).load_checkpoint(engine, *arguments, **named)
+
+    def offload_states(*_: Any, **__: Any) -> NoReturn:
+        raise StateError("offload_states moves the masters that a rule with every averages: leave one of the two out")
+
+    return {each.__name__: each for each in (save_checkpoint, load_checkpoint, offload_states)}
 
 
 def _complex(module: Any) -> Iterator[tuple[bool, str]]:

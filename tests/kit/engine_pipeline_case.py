@@ -139,7 +139,6 @@ def end(engine: Any) -> None:
 def run(case: Case) -> dict[str, Any]:
     """Train to the end."""
     from deepspeed_case import whole_weights
-    from pipeline_case import error_of
 
     from gemini_ft.deepspeed.protection import bound_collectives
     from gemini_ft.pipeline.route_table import time_limit
@@ -155,15 +154,88 @@ def run(case: Case) -> dict[str, Any]:
     weights = {name: tensor.float().numpy() for name, tensor in whole_weights(engine).items()}
     gradients = vars(engine).get("gradients")
     found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}, "limits": limits}
-    if gradients and gradients.lets_ranks_differ and case.stage:
-        found["saved"] = error_of(lambda: engine.save_checkpoint("nowhere"))
     if gradients:
         found["step"] = gradients.averager.step
         found["plan"] = gradients.averager.plan.fusion
         found["ratios"] = gradients.averager.controls.ratios()
+    if gradients and gradients.lets_ranks_differ and case.stage:
+        found["refused"] = refused_alone(engine)
     end(engine)
     found["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("gradients-")]
     return found
+
+
+def refused_alone(engine: Any) -> dict[str, str]:
+    """What an engine is refused with whose ranks train alone, and at last without its pipeline."""
+    from pipeline_case import error_of
+
+    found = {
+        "saved": error_of(lambda: engine.save_checkpoint("nowhere")),
+        "loaded": error_of(lambda: engine.load_checkpoint("nowhere")),
+        "weights loaded": error_of(lambda: engine.load_checkpoint("nowhere", load_optimizer_states=False)),
+        "moved": error_of(engine.offload_states),
+    }
+    engine.gradients.close()
+    return found | {
+        "saved at the end": error_of(lambda: engine.save_checkpoint("nowhere")),
+        "loaded at the end": error_of(lambda: engine.load_checkpoint("nowhere")),
+    }
+
+
+def skipped(case: Case) -> str:
+    """What this rank's training ends with, where the second step's loss is infinite on rank 1."""
+    from pipeline_case import error_of
+
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    engine = start(case)
+    steps(case, engine, 1)
+
+    def go_on() -> None:
+        for step in range(1, 4):
+            loss = loss_of(engine, step, 0, dist.get_rank())
+            engine.backward(loss * float("inf") if step == dist.get_rank() == 1 else loss)
+            engine.step()
+
+    return error_of(go_on)
+
+
+def under_lightning(case: Case, folder: str) -> dict[str, str]:
+    """What a Trainer's fit is refused with that has a ModelCheckpoint, or none."""
+    import lightning.pytorch as package
+    from pipeline_case import error_of
+
+    import gemini_ft.lightning
+
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+
+    class Module(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return loss_of(self.net, int(batch), 0, 0)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    def fit(has_files: bool) -> None:
+        config = {name: value for name, value in configuration(case).items() if name in ("zero_optimization", "gradient_pipeline")}
+        package.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=gemini_ft.lightning.GeminiDeepSpeedStrategy(config=config | {"zero_allow_untested_optimizer": True}),
+            enable_checkpointing=has_files,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=1,
+            default_root_dir=folder,
+        ).fit(Module(), torch.utils.data.DataLoader(range(2)))  # type: ignore[arg-type]
+
+    return {"ModelCheckpoint": error_of(lambda: fit(True)), "none": error_of(lambda: fit(False))}
 
 
 def every(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
@@ -224,12 +296,16 @@ def refusals(cases: Mapping[str, Case]) -> dict[str, str]:
         try:
             if name == "pipeline":
                 net = PipelineModule(layers=[nn.Linear(8, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
-                optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+                optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
                 gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
             elif name == "complex":
                 net = Net()
                 net.register_parameter("turn", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
                 gemini_ft.deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters()), config=configuration(case))
+            elif name == "local steps of Adagrad":
+                first, *rest = (net := Net()).parameters()
+                optimizer = torch.optim.Adagrad([{"params": [first]}, {"params": rest}])
+                gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
             elif name == "no optimizer":
                 engine, *_ = deepspeed.initialize(model=Net(), config=configuration(case))
                 gemini_ft.deepspeed.attach(engine)
