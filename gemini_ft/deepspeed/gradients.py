@@ -8,16 +8,16 @@ stages 1 and 2           bucket by bucket (``reduce_bucket_size``); at 2 every m
 stage 3, experimental    the same; every rank computes whole averages and keeps its part    what a bucket has of each group
 ======================  ==================================================================  ===============================
 
-With local steps nothing of this is replaced: at stages 1 and 2 masters are divided among the ranks that train together, and DeepSpeed
-averages gradients among these. Every rank averages what its own part of the masters has moved with the ranks that have the same part.
+With local steps no gradients are averaged: at stage 0 the engine's all-reduce is left out, and at stages 1 and 2 each rank has all masters,
+as if it were the only one. What ranks average is how far their parameters, or these masters, have moved.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import deepspeed
@@ -28,10 +28,9 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from gemini_ft.deepspeed.partitions import divide_among, own_part, own_parts
+from gemini_ft.deepspeed.partitions import base_optimizer, divide_among, own_part, whole_masters
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.averager import own_group
-from gemini_ft.pipeline.host_groups import host_groups, hosts_of
 from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, check_local, nothing, trained
 from gemini_ft.pipeline.routes import Gradients
@@ -40,6 +39,11 @@ from gemini_ft.pipeline.rules import PLANNED, Rule, Rules, check_world, load_rul
 _log = logging.getLogger("gemini_ft")
 _PROFILE_STEPS = 5  # that are watched before a planned fusion is planned
 _SCATTER = "_DeepSpeedZeroOptimizer_Stage3__avg_scatter_grads"
+_LOAD = inspect.signature(deepspeed.DeepSpeedEngine.load_checkpoint)
+_SKIPPED = (
+    "DeepSpeed has skipped an update whose gradients are infinite or no numbers, on this rank alone, as ranks train alone with a rule with "
+    "every: it would be a step behind the others, and so would its schedule. Resume from a snapshot, and lower the learning rate or clip"
+)
 
 
 class EngineGradients(BodyWithOuter):
@@ -87,7 +91,7 @@ class EngineGradients(BodyWithOuter):
             profile_steps=_PROFILE_STEPS,
         )
         if local:
-            self._outer = self._outer_steps(local, ranks)
+            self._outer = self._outer_steps(local)
             self.groups += self._outer.groups
         self.averager.scale = self._loss_scale
         self._replaced: list[tuple[Any, str]] = []
@@ -95,19 +99,17 @@ class EngineGradients(BodyWithOuter):
         if self.averager.rank == 0:
             self._tell(rules)
 
-    def _outer_steps(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> OuterSteps:
-        """The outer steps of parameters, or of this rank's parts of their masters."""
-        engine, rules, parts = self._engine, self.averager.rules, self._parameters
-        hosts, group, control = list[int](), self.averager.group, self._control  # which have nothing else to carry
+    def _outer_steps(self, tensors: Sequence[Tensor]) -> OuterSteps:
+        """The outer steps of parameters, or of their masters, which are whole on each rank from now on."""
+        engine, rules, parameters = self._engine, self.averager.rules, self._parameters
+        group, control = self.averager.group, self._control  # which have nothing else to carry
         if not self._is_whole:
-            hosts = hosts_of(rules[tensors[0].rule], self.averager.group)
-            groups = host_groups(ranks, hosts or range(len(ranks)), engine.seq_data_parallel_group, between=True)
-            group, control = (groups.peers, groups.control) if groups.peers.size() > 1 else (None, None)
-            divide_among(engine, groups.host)
-            parts = own_parts(engine)
-            tensors = [replace(tensor, shape=tuple(part.shape)) for tensor in tensors if (part := parts.get(tensor.name)) is not None]
-            self.groups.append(groups.host)
-        return OuterSteps(engine.module, parts, tensors, rules, group=group, control=control, device=engine.device, hosts=hosts)
+            alone = own_group([dist.get_rank()], engine.seq_data_parallel_group)
+            self.groups.append(alone)
+            divide_among(engine, alone)
+            parameters = whole_masters(engine)
+            tensors = [tensor for tensor in tensors if tensor.name in parameters]
+        return OuterSteps(engine.module, parameters, tensors, rules, group=group, control=control, device=engine.device)
 
     # -- where gradients are averaged
 
@@ -115,7 +117,8 @@ class EngineGradients(BodyWithOuter):
         engine, optimizer = self._engine, self._engine.optimizer
         match optimizer:
             case DeepSpeedZeroOptimizer() if self._outer is not None:
-                self._replace(engine, "save_checkpoint", _save_no_checkpoint)
+                for name, refusal in _refusals(engine).items():
+                    vars(engine)[name] = refusal  # for good: the masters stay as they are divided
             case DeepSpeedZeroOptimizer_Stage3():
                 self._replace(optimizer, _SCATTER, self._scatter)
             case DeepSpeedZeroOptimizer():
@@ -213,6 +216,8 @@ class EngineGradients(BodyWithOuter):
         result = type(engine)._take_model_step(engine, *arguments, **named)
         if self._outer is None:
             self.step_over()
+        elif not engine.was_step_applied():
+            raise self._outer.averager.failed(StateError(_SKIPPED))
         elif not self._is_whole and self._outer.updated():
             engine.optimizer.update_lp_params()
         return result
@@ -278,6 +283,7 @@ def _unsupported_engine(engine: Any) -> Iterator[tuple[bool, str]]:
 
 def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
     """The reason why ranks cannot train alone in an engine, or None."""
+    yield rule.within is not None, f"{rule}: within: host is of DDP and plain loops: leave it out"
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         scales = engine.fp16_enabled() or getattr(engine.optimizer, "torch_autocast_gradscaler", None) is not None
         yield scales, f"{rule}: a loss scaler skips updates on single ranks: take bf16, or leave every out"
@@ -289,6 +295,12 @@ def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
             engine.global_steps > 0,
             f"{rule}: masters are divided anew, which no engine survives that has made steps: begin with the rules",
         )
+        groups = len(base_optimizer(engine.optimizer).param_groups)  # of Adagrad, which DeepSpeed makes anew, there is one
+        yield (
+            groups != len(engine.optimizer.bit16_groups),
+            f"{rule}: masters cannot be divided anew where DeepSpeed makes one parameter group of several, as it does for Adagrad: give "
+            "the optimizer one group, or take another optimizer",
+        )
         return
     yield (
         not isinstance(engine.optimizer, torch.optim.Optimizer),
@@ -297,7 +309,6 @@ def _unsupported_alone(engine: Any, rule: Rule) -> Iterator[tuple[bool, str]]:
     )
     clips = "gradient_clipping has DeepSpeed add up the norms of all ranks in each step, in which no rank may wait for another"
     yield engine.gradient_clipping() > 0, f"{rule}: {clips}: set gradient_clipping to 0"
-    yield rule.within is not None, f"{rule}: within: host is of ZeRO stages 1 and 2, DDP and plain loops: leave it out"
 
 
 def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]]:
@@ -325,11 +336,30 @@ def _unsupported_buckets(engine: Any, rules: Rules) -> Iterator[tuple[bool, str]
     yield loose, f"zero_optimization.contiguous_gradients must be true, or left out, at stage {stage}"
 
 
-def _save_no_checkpoint(*_: Any, **__: Any) -> NoReturn:
-    raise StateError(
-        "DeepSpeed's checkpoints are of one optimizer that all ranks share, and with a rule with every each rank, or host, has its own: "
-        "save engine.module.state_dict() after an average. The snapshots of gemini-ft have each rank's own state"
-    )
+def _refusals(engine: Any) -> dict[str, Callable[..., Any]]:
+    """Methods in place of those of an engine at ZeRO stage 1 or 2 whose ranks train alone, by name."""
+
+    def save_checkpoint(*_: Any, **__: Any) -> NoReturn:
+        raise StateError(
+            "DeepSpeed's checkpoints are of one optimizer that all ranks share, and with a rule with every each rank has its own: "
+            "save engine.module.state_dict() after an average. Lightning's Trainer does without with enable_checkpointing=False, "
+            "transformers' with save_strategy='no'. The snapshots of gemini-ft have each rank's own state"
+        )
+
+    def load_checkpoint(*arguments: Any, **named: Any) -> Any:
+        given = _LOAD.bind(engine, *arguments, **named).arguments
+        is_whole = given.get("load_optimizer_states", True) and not given.get("load_module_only", False)
+        if is_whole and not engine.load_universal_checkpoint():
+            raise StateError(
+                "DeepSpeed's checkpoints have each rank's part of one optimizer that all ranks share, and with a rule with every each rank "
+                "has a whole one: load the weights alone (load_optimizer_states=False), or a universal checkpoint"
+            )
+        return type(engine).load_checkpoint(engine, *arguments, **named)
+
+    def offload_states(*_: Any, **__: Any) -> NoReturn:
+        raise StateError("offload_states moves the masters that a rule with every averages: leave one of the two out")
+
+    return {each.__name__: each for each in (save_checkpoint, load_checkpoint, offload_states)}
 
 
 def _complex(module: Any) -> Iterator[tuple[bool, str]]:

@@ -74,14 +74,13 @@ def masters(engine: Any) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def own_parts(engine: Any) -> dict[str, torch.Tensor]:
-    """Name -> what this rank's masters have of a parameter: a view, in the parameter's shape where that is all of it."""
+def whole_masters(engine: Any) -> dict[str, torch.Tensor]:
+    """Name -> the master of a parameter, a view in its shape, where this rank's masters are all that there are."""
     flat, found = dict(masters(engine)), dict[str, torch.Tensor]()
     names = {id(param): name for name, param in trained(engine.module).items()}
     for master, offset, param, start, stop in _of_masters(engine):
         if start < stop:
-            part = flat[master].detach()[offset : offset + stop - start]
-            found[names[id(param)]] = part.view(param.shape) if part.numel() == param.numel() else part
+            found[names[id(param)]] = flat[master].detach()[offset : offset + stop - start].view(param.shape)
     return found
 
 

@@ -13,7 +13,7 @@ import torch
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.launch import hooks
-from gemini_ft.lightning import compat
+from gemini_ft.lightning import compat, trainer_callbacks
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.options import section_of
 from gemini_ft.lightning.strategy import GeminiMixin
@@ -118,6 +118,8 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
             from gemini_ft.deepspeed.gradients import install
 
             self.gradients = install(engine, self.gemini_rules)
+            if self.gradients.lets_ranks_differ and engine.zero_optimization_stage():
+                _refuse_files(self._gemini_trainer)
         return engine, optimizer
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
@@ -125,6 +127,15 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
         if self._gemini_fit is not None and self._gemini_fit.live is not None:
             return {}
         return super().optimizer_state(optimizer)
+
+
+def _refuse_files(trainer: Any) -> None:
+    if any("ModelCheckpoint" in trainer_callbacks.shipped_names(callback) for callback in trainer.callbacks):
+        raise ConfigError(
+            "gradient_pipeline: ranks that train alone (every) at ZeRO stages 1 and 2 have no checkpoint that DeepSpeed could write, and a "
+            "ModelCheckpoint would end the fit: give the Trainer enable_checkpointing=False, and save trainer.strategy.model.module."
+            "state_dict() after an average. The snapshots of gemini-ft have each rank's own state"
+        )
 
 
 def _check_accelerator(device_type: str) -> None:

@@ -16,7 +16,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed"
 from deepspeed.runtime import constants
 from deepspeed_case import Case as Job
 from deepspeed_case import check
-from engine_pipeline_case import ALONE, BF16, BF16_OPTIMIZER, WORDS, Case, every, hosts, in_one_process, refusals
+from engine_pipeline_case import ALONE, BF16, BF16_OPTIMIZER, WORDS, Case, every, in_one_process, refusals, skipped, under_lightning
 from rank_kit import Batches, World, in_batches, on_ranks
 
 pytestmark = pytest.mark.timeout(300)
@@ -171,15 +171,30 @@ def test_ranks_that_train_alone_end_with_the_bits_of_one_process(ran: Sequence[M
             assert (weight == expected.get_parameter(name).detach().float().numpy()).all(), name
 
 
-def test_checkpoints_of_one_optimizer_for_all_are_refused_where_each_rank_has_its_own(ran: Sequence[Mapping[str, Any]]) -> None:
-    assert "StateError: DeepSpeed's checkpoints are of one optimizer that all ranks share" in ran[0]["alone at 1"]["saved"]
+def test_what_needs_one_optimizer_for_all_is_refused_where_each_rank_has_its_own(ran: Sequence[Mapping[str, Any]]) -> None:
+    """Checkpoints also when the pipeline is closed."""
+    found = ran[0]["alone at 1"]["refused"]
+    for saved, loaded in ((found["saved"], found["loaded"]), (found["saved at the end"], found["loaded at the end"])):
+        assert saved.startswith("StateError: DeepSpeed's checkpoints are of one optimizer that all ranks share")
+        assert loaded.startswith("StateError: DeepSpeed's checkpoints have each rank's part of one optimizer that all ranks share")
+    assert found["moved"].startswith("StateError: offload_states moves the masters that a rule with every averages")
+    assert not found["weights loaded"]
 
 
-@pytest.mark.soak
-def test_hosts_that_divide_their_masters_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
-    within = [ALONE | {"within": "host"}]
-    cases = {f"at {stage}": Case(stage, within, steps=6, config={"gradient_clipping": 0.0}) for stage in (1, 2)}
-    assert on_ranks(tmp_path, 4, hosts, cases) == [dict.fromkeys(cases)] * 4
+def test_a_trainer_that_writes_checkpoints_is_refused_before_it_trains(tmp_path: Path) -> None:
+    with World(tmp_path) as ranks:
+        (found,) = ranks.outcome(under_lightning, Case(2, [ALONE]), str(tmp_path))
+    assert found["ModelCheckpoint"].startswith(
+        "ConfigError: gradient_pipeline: ranks that train alone (every) at ZeRO stages 1 and 2 have no"
+    )
+    assert not found["none"]
+
+
+@pytest.mark.parametrize("case", [Case(2, [ALONE], config=BF16), Case(2, [ALONE])], ids=["bf16", "float32"])
+def test_an_update_that_one_rank_skips_is_an_error_on_all(tmp_path: Path, case: Case) -> None:
+    other, skipping = on_ranks(tmp_path, 2, skipped, case)
+    assert skipping.startswith("StateError: DeepSpeed has skipped an update whose gradients are infinite")
+    assert other.startswith("AveragingError: rank 1 has failed, and averages no gradients any more: StateError: DeepSpeed has skipped")
 
 
 class TestSparseTensors:
@@ -238,10 +253,12 @@ REFUSED = {
         Case(2, [ALONE], zero=OFFLOADED, config={"zero_force_ds_cpu_optimizer": False}),
         "masters in host memory (offload_optimizer) cannot be averaged",
     ),
+    "local steps of hosts": (Case(2, [ALONE | {"within": "host"}]), "within: host is of DDP and plain loops: leave it out"),
     "local steps that are clipped": (
         Case(0, [ALONE]),
         "gradient_clipping has DeepSpeed add up the norms of all ranks",
     ),
+    "local steps of Adagrad": (Case(2, [ALONE]), "masters cannot be divided anew where DeepSpeed makes one parameter group of several"),
     "no optimizer": (Case(0, []), "this engine has no optimizer, so it averages no gradients"),
     "typo": (Case(1, [{"params": "*", "compres": "topk"}]), "rule 1, compres='topk': unknown option; a rule has params, sync, compress"),
     "no such parameter": (

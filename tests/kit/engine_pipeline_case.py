@@ -139,7 +139,6 @@ def end(engine: Any) -> None:
 def run(case: Case) -> dict[str, Any]:
     """Train to the end."""
     from deepspeed_case import whole_weights
-    from pipeline_case import error_of
 
     from gemini_ft.deepspeed.protection import bound_collectives
     from gemini_ft.pipeline.route_table import time_limit
@@ -155,15 +154,88 @@ def run(case: Case) -> dict[str, Any]:
     weights = {name: tensor.float().numpy() for name, tensor in whole_weights(engine).items()}
     gradients = vars(engine).get("gradients")
     found = {"losses": losses, "weights": weights, "summary": gradients.summary() if gradients else {}, "limits": limits}
-    if gradients and gradients.lets_ranks_differ and case.stage:
-        found["saved"] = error_of(lambda: engine.save_checkpoint("nowhere"))
     if gradients:
         found["step"] = gradients.averager.step
         found["plan"] = gradients.averager.plan.fusion
         found["ratios"] = gradients.averager.controls.ratios()
+    if gradients and gradients.lets_ranks_differ and case.stage:
+        found["refused"] = refused_alone(engine)
     end(engine)
     found["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("gradients-")]
     return found
+
+
+def refused_alone(engine: Any) -> dict[str, str]:
+    """What an engine is refused with whose ranks train alone, and at last without its pipeline."""
+    from pipeline_case import error_of
+
+    found = {
+        "saved": error_of(lambda: engine.save_checkpoint("nowhere")),
+        "loaded": error_of(lambda: engine.load_checkpoint("nowhere")),
+        "weights loaded": error_of(lambda: engine.load_checkpoint("nowhere", load_optimizer_states=False)),
+        "moved": error_of(engine.offload_states),
+    }
+    engine.gradients.close()
+    return found | {
+        "saved at the end": error_of(lambda: engine.save_checkpoint("nowhere")),
+        "loaded at the end": error_of(lambda: engine.load_checkpoint("nowhere")),
+    }
+
+
+def skipped(case: Case) -> str:
+    """What this rank's training ends with, where the second step's loss is infinite on rank 1."""
+    from pipeline_case import error_of
+
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    engine = start(case)
+    steps(case, engine, 1)
+
+    def go_on() -> None:
+        for step in range(1, 4):
+            loss = loss_of(engine, step, 0, dist.get_rank())
+            engine.backward(loss * float("inf") if step == dist.get_rank() == 1 else loss)
+            engine.step()
+
+    return error_of(go_on)
+
+
+def under_lightning(case: Case, folder: str) -> dict[str, str]:
+    """What a Trainer's fit is refused with that has a ModelCheckpoint, or none."""
+    import lightning.pytorch as package
+    from pipeline_case import error_of
+
+    import gemini_ft.lightning
+
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+
+    class Module(package.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return loss_of(self.net, int(batch), 0, 0)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    def fit(has_files: bool) -> None:
+        config = {name: value for name, value in configuration(case).items() if name in ("zero_optimization", "gradient_pipeline")}
+        package.Trainer(
+            accelerator="cpu",
+            devices=1,
+            strategy=gemini_ft.lightning.GeminiDeepSpeedStrategy(config=config | {"zero_allow_untested_optimizer": True}),
+            enable_checkpointing=has_files,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            max_epochs=1,
+            default_root_dir=folder,
+        ).fit(Module(), torch.utils.data.DataLoader(range(2)))  # type: ignore[arg-type]
+
+    return {"ModelCheckpoint": error_of(lambda: fit(True)), "none": error_of(lambda: fit(False))}
 
 
 def every(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
@@ -177,31 +249,27 @@ def every(cases: Mapping[str, Case]) -> dict[str, dict[str, Any]]:
     return {name: run(case) for name, case in cases.items()}
 
 
-def in_one_process(case: Case, world: int, together: int = 1) -> nn.Module:
-    """The model after the average that ends a training, by torch's optimizers: masters lie end to end, a part for each rank of a host."""
-    models, anchor = [network() for _ in range(world // together)], network()
+def in_one_process(case: Case, world: int) -> nn.Module:
+    """The model after the average that ends a training, by torch's optimizers: a rank's masters lie end to end."""
+    models, anchor = [network() for _ in range(world)], network()
     if "bf16" in case.config:
         models, anchor = [model.bfloat16() for model in models], anchor.bfloat16().float()
     shapes = [param.shape for param in anchor.parameters()]
     sizes = [shape.numel() for shape in shapes]
-    room = torch.zeros(sum(sizes) + -sum(sizes) % (2 * together))
+    room = torch.zeros(sum(sizes) % 2)
     masters, inner = list[list[torch.Tensor]](), list[torch.optim.Optimizer]()
     for _ in models:
-        whole = torch.cat([*(param.detach().flatten() for param in anchor.parameters()), room[sum(sizes) :]])
+        whole = torch.cat([*(param.detach().flatten() for param in anchor.parameters()), room])
         masters.append([part.view(shape) for part, shape in zip(torch.split(whole[: sum(sizes)], sizes), shapes, strict=True)])
-        inner.append(torch.optim.AdamW([nn.Parameter(part) for part in whole.chunk(together)], 1e-2))
+        inner.append(torch.optim.AdamW([nn.Parameter(whole)], 1e-2))
     outer = torch.optim.SGD(anchor.parameters(), 0.7, momentum=0.9, nesterov=True)
     for step in range(case.steps):
-        for host, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
-            total = room.to(next(model.parameters()).dtype)
-            for rank in range(host * together, (host + 1) * together):
-                model.zero_grad()
-                for micro in range(case.accumulate):
-                    torch.autograd.backward(loss_of(model, step, micro, rank) / case.accumulate)
-                gradients = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
-                total = total + torch.cat([*gradients, room[sum(sizes) :].to(total.dtype)])
-            for param, gradient in zip(optimizer.param_groups[0]["params"], (total / together).float().chunk(together), strict=True):
-                param.grad = gradient.clone()
+        for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+            model.zero_grad()
+            for micro in range(case.accumulate):
+                torch.autograd.backward(loss_of(model, step, micro, rank) / case.accumulate)
+            gradients = [param.grad.flatten() for param in model.parameters() if param.grad is not None]
+            optimizer.param_groups[0]["params"][0].grad = torch.cat([*gradients, room.to(gradients[0].dtype)]).float()
             optimizer.step()
         with torch.no_grad():
             if step % 2:
@@ -212,24 +280,6 @@ def in_one_process(case: Case, world: int, together: int = 1) -> nn.Module:
                 for weight, param, start in zip(model.parameters(), parts, anchor.parameters(), strict=True):
                     weight.copy_(param.copy_(start) if step % 2 else param)
     return models[0]
-
-
-def hosts(cases: Mapping[str, Case]) -> dict[str, str | None]:
-    """Case -> where this rank's model differs from that of one process, where every two ranks are a host; None: nowhere, in bits."""
-    from local_steps_case import emulate_hosts
-
-    import gemini_ft
-    from gemini_ft.testing import first_difference
-
-    gemini_ft.init_process_group("gloo")
-    emulate_hosts(dist.get_rank())
-    found = {}
-    for name, case in cases.items():
-        engine = start(case)
-        steps(case, engine, case.steps)
-        found[name] = first_difference(engine.module.state_dict(), in_one_process(case, dist.get_world_size(), 2).state_dict())
-        end(engine)
-    return found
 
 
 def refusals(cases: Mapping[str, Case]) -> dict[str, str]:
@@ -246,12 +296,16 @@ def refusals(cases: Mapping[str, Case]) -> dict[str, str]:
         try:
             if name == "pipeline":
                 net = PipelineModule(layers=[nn.Linear(8, 1)], num_stages=1, loss_fn=nn.functional.mse_loss)
-                optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
+                optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
                 gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
             elif name == "complex":
                 net = Net()
                 net.register_parameter("turn", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))
                 gemini_ft.deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters()), config=configuration(case))
+            elif name == "local steps of Adagrad":
+                first, *rest = (net := Net()).parameters()
+                optimizer = torch.optim.Adagrad([{"params": [first]}, {"params": rest}])
+                gemini_ft.deepspeed.initialize(model=net, optimizer=optimizer, config=configuration(case))
             elif name == "no optimizer":
                 engine, *_ = deepspeed.initialize(model=Net(), config=configuration(case))
                 gemini_ft.deepspeed.attach(engine)
