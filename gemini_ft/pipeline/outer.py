@@ -105,6 +105,7 @@ class OuterSteps(Body):
         self._trained: set[str] = set()  # have been updated since they were averaged
         self._stepping: weakref.ref[Optimizer] | None = None  # the one whose step() is under way, of those that have any of the parameters
         self._has_counted = False  # a step within it
+        self._freezes = any(param.requires_grad for param in self._parameters.values())  # no: parts of masters, which none can freeze
         self._delayed: list[_Delayed] = []  # the last one may be under way
         self._before: dict[str, Any] = {}  # the averager's state when that one was begun
         self._handles = [
@@ -271,7 +272,7 @@ class OuterSteps(Body):
 
     def _frozen(self) -> set[str]:
         """Parameters due that are frozen, on all ranks, and that none has trained since the last average. Collective if any is frozen."""
-        frozen = sorted(name for name in self._due if not self._parameters[name].requires_grad)
+        frozen = sorted(name for name in self._due if self._freezes and not self._parameters[name].requires_grad)
         trained = torch.tensor([name in self._trained for name in frozen], dtype=torch.uint8)
         if frozen and self._control is not None:
             dist.all_reduce(trained, dist.ReduceOp.MAX, group=self._control)
