@@ -6,14 +6,15 @@
     python benchmarks/pipelines_gpt.py              # what is missing of both, one training on a slow link as a check, and the report
 
 A step has the same loss on any link, so each way trains once per seed, on links without a limit, and a few of its steps are timed at each
-rate; the report puts both together. Finished cells are kept in a file, and used again while code, configuration and torch stay the same.
-The text is the source of Python's standard library.
+rate; the report puts both together. Finished cells are kept in a file, and used again while code, configuration, torch and Python stay the
+same, and, where seconds are measured, the machine. The text is the source of Python's standard library.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ import statistics
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -34,6 +35,7 @@ from common import (
     MARK,
     RESULTS,
     clean_up_on_sigterm,
+    hardware,
     interval,
     print_result,
     revision,
@@ -76,40 +78,57 @@ Visits = Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]  # by rate and 
 
 
 class Cells:
-    """What has been measured, in a file with a line of JSON for each cell; an interrupted program goes on with the next one."""
+    """What has been measured, in a file with a line of JSON for each cell; an interrupted program goes on with the next one.
+
+    Attributes:
+        commits: by which the cells that were asked for have been measured.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self._known: dict[str, dict[str, Any]] = {json.dumps(line["about"]): line["found"] for line in map(json.loads, lines)}
+        text = path.read_bytes() if path.exists() else b""
+        whole = text[: text.rfind(b"\n") + 1]  # of a line whose writer was killed, only a part may be there
+        if len(whole) < len(text):
+            os.truncate(path, len(whole))
+        self._known: dict[str, dict[str, Any]] = {json.dumps(line["about"]): line for line in map(json.loads, whole.splitlines())}
+        self.commits: set[str] = set()
 
     def measured(self, about: Mapping[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The cell, from the file if it has been measured with the same code."""
-        if (found := self._known.get(json.dumps(about))) is None:
-            found = self._known[json.dumps(about)] = measure()
+        if (line := self._known.get(json.dumps(about))) is None:
+            line = self._known[json.dumps(about)] = {"about": about, "commit": revision(), "found": measure()}
             with self._path.open("a") as file:
-                file.write(json.dumps({"about": about, "commit": revision(), "found": found}) + "\n")
+                file.write(json.dumps(line) + "\n")
+        self.commits.add(line["commit"])
+        found: dict[str, Any] = line["found"]
         return found
 
 
 def about(part: str, row: str, hosts: int, **job: Any) -> dict[str, Any]:
     """All that a cell depends on: plain data, by which it is found again."""
-    return {"part": part, "row": row, "hosts": hosts, **job, "code": code_of(row)}
+    machine = {} if part == "losses" else {name: hardware()[name] for name in ("cpu", "cores")}
+    return {"part": part, "row": row, "hosts": hosts, **job, **machine, "code": code_of(row)}
 
 
 def code_of(row: str) -> str:
-    """A digest of the code and of the configuration behind a row, without docstrings and comments."""
-    paths, package = [HERE / "pipelines_worker.py", HERE / "pipelines_models.py"], Path(gemini_ft.__file__).parent
-    parts = [versions(["torch"])["torch"], json.dumps(described(row), sort_keys=True).replace(str(CONFIGS), "")]
+    """A digest of the code and of the configuration behind a row, without docstrings and comments, and of versions."""
+    package = Path(gemini_ft.__file__).parent
+    paths = [HERE / "pipelines_worker.py", HERE / "pipelines_models.py", package / "testing" / "network.py"]
+    parts = [
+        json.dumps(versions(["torch"])),
+        _bare(inspect.getsource(run_hosts)),
+        json.dumps(described(row), sort_keys=True).replace(str(CONFIGS), ""),
+    ]
     if (pipeline := ROWS[row].get("pipeline")) is not None:
         parts.append(str(load_rules(pipeline)))
         folders = [package / "pipeline", package.parent / "sync", package.parent / "compression"]
         paths += [path for folder in folders for path in sorted(folder.glob("*.py"))]
-    return blake2b("\n".join([*parts, *map(_bare, paths)]).encode(), digest_size=8).hexdigest()
+        paths += [package / name for name in ("trials.py", "truncation.py", "ordered.py")]
+    return blake2b("\n".join([*parts, *(_bare(path.read_text()) for path in paths)]).encode(), digest_size=8).hexdigest()
 
 
-def _bare(path: Path) -> str:
-    tree = ast.parse(path.read_text())
+def _bare(text: str) -> str:
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             del node.body[0]
@@ -205,7 +224,7 @@ def times(losses: Losses, seconds: Visits) -> dict[str, dict[str, list[float | N
     }
 
 
-def report(losses: Losses, seconds: Visits, check: Mapping[str, Any] | None, options: argparse.Namespace) -> str:
+def report(losses: Losses, seconds: Visits, check: Mapping[str, Any] | None, commits: Iterable[str], options: argparse.Namespace) -> str:
     found, tokens = times(losses, seconds), options.hosts * GPT_BATCH * CONTEXT
     parts = [
         f"{options.hosts} hosts, AdamW at 1e-3, {tokens} words a step, {options.steps} steps. The target is {NEAR} times the loss that "
@@ -213,7 +232,8 @@ def report(losses: Losses, seconds: Visits, check: Mapping[str, Any] | None, opt
         "on links without a limit, while other programs may have run, and `auto` has those of the all-reduce that it chose at the rate. "
         "Seconds are the steps to the target times the median seconds of a step at that rate, measured apart, local steps in whole "
         "periods, the cells in an order that was drawn; intervals are of the median (95 %). *Others* is the largest share of the machine "
-        "that other programs took meanwhile. Processors are shared by all hosts, so computing takes longer than on hosts of their own.",
+        "that other programs took meanwhile. Processors are shared by all hosts, so computing takes longer than on hosts of their own. "
+        f"Cells are kept while their code is the same; those here were measured at {', '.join(sorted(commits))}.",
     ]
     if check is not None:
         row, rate = CHECKED
@@ -348,7 +368,7 @@ def main() -> None:
 def finish(cells: Cells, options: argparse.Namespace) -> None:
     """Measures what is still missing, and puts everything together."""
     losses, seconds, check = trainings(cells, options), timings(cells, options), checked(cells, options)
-    text = report(losses, seconds, check, options)
+    text = report(losses, seconds, check, cells.commits, options)
     print(text)
     if not options.quick:
         path = write_report("pipelines-gpt", "A GPT over four slow links", text, versions(["torch", "gemini-ft"]))

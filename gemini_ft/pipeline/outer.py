@@ -13,9 +13,11 @@ of a host average their gradients in each step, and the first of them averages f
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from traceback import walk_stack
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +37,7 @@ from gemini_ft.state.optimizer_steps import weak_hook
 from gemini_ft.state.replicas import tensor_digest
 
 _PLAIN = Outer(lr=1.0, momentum=0.0, nesterov=False)
+_HOOKED = "wrapper", Optimizer.profile_hook_step.__code__.co_filename  # the function around each step(), by which torch calls hooks
 
 
 @dataclass
@@ -102,6 +105,7 @@ class OuterSteps(Body):
         self._trained: set[str] = set()  # have been updated since they were averaged
         self._stepping: weakref.ref[Optimizer] | None = None  # the one whose step() is under way, of those that have any of the parameters
         self._has_counted = False  # a step within it
+        self._freezes = any(param.requires_grad for param in self._parameters.values())  # no: parts of masters, which none can freeze
         self._delayed: list[_Delayed] = []  # the last one may be under way
         self._before: dict[str, Any] = {}  # the averager's state when that one was begun
         self._handles = [
@@ -151,23 +155,34 @@ class OuterSteps(Body):
     def _own(self, optimizer: Optimizer) -> set[str]:
         return {name for group in optimizer.param_groups for param in group["params"] if (name := self._names.get(id(param)))}
 
+    def _is_nested(self) -> bool:
+        """Whether the step() under way was called by another one with any of the parameters: another optimizer's, or a derived class's."""
+        return any(map(self._own, _steps_under_way()[1:]))
+
+    def _note_trained(self, own: set[str]) -> None:
+        self._trained |= {name for name in own if self._parameters[name].grad is not None}
+
     def _step_begins(self, optimizer: Optimizer) -> None:
-        if self._under_way in (None, optimizer) and (own := self._own(optimizer)):
+        if not (own := self._own(optimizer)):
+            return
+        self._note_trained(own)  # it may make gradients None
+        if not self._is_nested():
             self._stepping, self._has_counted = weakref.ref(optimizer), False
             self._owned |= own
 
     def _updated(self, optimizer: Optimizer) -> None:
-        own, outermost = self._own(optimizer), self._under_way
-        if not own or outermost not in (None, optimizer):  # one that another optimizer calls, which may change parameters after it
+        if not (own := self._own(optimizer)):
             return
-        self._stepping = None
         if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
             raise StateError(
                 "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others in every step, so no rank "
                 "trains alone: leave every out of the gradient pipeline, or give each rank the optimizer that it wraps"
             )
+        self._note_trained(own)  # gradients may have come from a closure
+        if self._is_nested():  # what has called it may change parameters after it
+            return
+        self._stepping = None
         self._updates += 1
-        self._trained |= {name for name in own if self._parameters[name].grad is not None}
         if not (due := self._due.union(*(each.sent for each in self._ripe))):
             return
         if self._awaited is None:  # in the first step it is not known which parameters no optimizer has
@@ -190,6 +205,8 @@ class OuterSteps(Body):
     @torch.no_grad()
     def catch_up(self) -> bool:
         """Makes the outer steps that are due, and begins those that are delayed; returns whether there were any. Collective then."""
+        if self._stepping is not None and not _steps_under_way():  # it has raised an exception
+            self._stepping = None
         if not (self._due or self._ripe):
             return False
         with self._telling():
@@ -255,7 +272,7 @@ class OuterSteps(Body):
 
     def _frozen(self) -> set[str]:
         """Parameters due that are frozen, on all ranks, and that none has trained since the last average. Collective if any is frozen."""
-        frozen = sorted(name for name in self._due if not self._parameters[name].requires_grad)
+        frozen = sorted(name for name in self._due if self._freezes and not self._parameters[name].requires_grad)
         trained = torch.tensor([name in self._trained for name in frozen], dtype=torch.uint8)
         if frozen and self._control is not None:
             dist.all_reduce(trained, dist.ReduceOp.MAX, group=self._control)
@@ -342,6 +359,12 @@ class OuterSteps(Body):
         super().close()
 
 
+def _steps_under_way() -> list[Optimizer]:
+    """The optimizers whose step() this thread is in, from the innermost on; one whose step() calls that of its base class comes twice."""
+    frames = [frame for frame, _ in walk_stack(sys._getframe()) if (frame.f_code.co_name, frame.f_code.co_filename) == _HOOKED]
+    return [frame.f_locals["args"][0] for frame in frames]
+
+
 def _wide(param: torch.Tensor) -> torch.Tensor:
     """The values, at least in float32, in which small outer steps are not rounded away."""
     return param.detach().to(torch.promote_types(param.dtype, torch.float32))
@@ -359,9 +382,14 @@ class BodyWithOuter(Body):
 
     @property
     def is_elastic(self) -> bool:
-        """Whether another number of ranks can go on: what each keeps depends neither on their number nor on the ranks of its host."""
+        """Whether another number of ranks can go on: what each keeps depends neither on their number nor on the ranks of its host.
+
+        Where an average that is compressed may be under way, a new rank would begin it anew with the residuals of its twin.
+        """
         rules = self.averager.rules
-        return self._outer is not None and not any(rule.within or (rule.compress and rule.compress.two_phase) for rule in rules)
+        return self._outer is not None and not any(
+            rule.within or (rule.compress and (rule.compress.two_phase or rule.delay)) for rule in rules
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """As `Body.state_dict`; with local steps, what these remember under "outer"."""

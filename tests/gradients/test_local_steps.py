@@ -190,10 +190,45 @@ def test_a_state_with_an_average_under_way_goes_on_in_the_same_bits() -> None:
 
 
 def test_what_lets_no_rank_train_alone_is_refused(tmp_path: Path) -> None:
-    for sharded, joined, searching in on_ranks(tmp_path, 2, local_steps_case.refusals):
+    for sharded, wrapped, joined, searching in on_ranks(tmp_path, 2, local_steps_case.refusals):
         assert "an optimizer has the loss evaluated several times in a step, as LBFGS does" in searching
-        assert "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others" in sharded
+        for said in (sharded, wrapped):
+            assert "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others" in said
         assert "join() lets a rank whose inputs have ended answer the others' collectives" in joined
+
+
+class FailingSGD(torch.optim.SGD):
+    """Fails once it has evaluated the loss."""
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        raise ValueError("no update")
+
+
+def test_a_step_that_has_failed_hides_no_other_optimizers_update() -> None:
+    model = local_steps_case.network()
+    failing, optimizer = FailingSGD(model.parameters(), 0.1), torch.optim.SGD(model.parameters(), 0.1)
+    with closing(gemini_ft.GradientSynchronizer(model, [{"params": "*", "every": 1}])) as gradients:
+
+        def evaluate() -> None:
+            local_steps_case.loss_of(model, 0, 0, 0, torch.float32).backward()
+            gradients.synchronize()
+
+        with pytest.raises(ValueError, match="no update"):
+            failing.step(evaluate)
+        evaluate()
+        optimizer.step()
+        assert gradients.state_dict()["outer"]["updates"] == 1
+        assert gradients.state_dict()["outer"]["due"] == []
+
+
+@pytest.mark.parametrize(
+    ("options", "goes_on"), [({"compress": "topk"}, True), ({"delay": 1}, True), ({"compress": "topk", "delay": 1}, False)]
+)
+def test_another_number_of_ranks_goes_on_unless_a_new_one_would_send_its_twins_residual(options: dict[str, Any], goes_on: bool) -> None:
+    rule = {"params": "*", "every": 2, **options}
+    with closing(gemini_ft.GradientSynchronizer(local_steps_case.network(), [rule])) as gradients:
+        assert gradients.is_elastic == goes_on
 
 
 def test_ranks_that_are_not_together_where_they_should_be_are_told(tmp_path: Path) -> None:

@@ -38,53 +38,6 @@ DILOCO = {"lr": 0.7, "momentum": 0.9, "nesterov": True}
 TOPK = {"method": "topk", "ratio": 0.3}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A training of `STEPS` steps: the rule's options, whether in DDP, micro-batches of a step, the parameters' dtype."""
-
-    rule: Mapping[str, Any] = field(default_factory=dict)
-    ddp: bool = False
-    micro: int = 1
-    dtype: torch.dtype = torch.float32
-    optimizers: int = 1  # that share the layers
-    hook: bool = False  # whether DDP has a hook of the script's own
-    again: bool = False  # whether layers are computed again in the backward pass, with a graph of their own
-    loads: bool = False  # whether weights are loaded after the synchronizer was made
-    freezes: bool = False  # whether the first layer is frozen after five steps
-    strays: bool = False  # whether no optimizer has the last bias, which has gradients
-    wraps: bool = False  # whether the optimizer calls another one, and changes parameters after it
-    together: int = 1  # ranks of a host, which average their gradients
-
-
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "the plain average": {"rule": {"every": 3}},
-    "momentum": {"rule": {"every": 3, "outer": SGD}},
-    "DiLoCo": {"rule": {"every": 3, "outer": DILOCO}},
-    "each step": {"rule": {"every": 1, "outer": DILOCO}},
-    "fragments": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2}},
-    "delayed": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2, "delay": 3}},
-    "delayed, bfloat16": {"rule": {"every": 3, "outer": DILOCO, "delay": 1}, "dtype": torch.bfloat16},
-    "micro-batches": {"rule": {"every": 3, "outer": DILOCO}, "micro": 2},
-    "bfloat16": {"rule": {"every": 3, "outer": DILOCO}, "dtype": torch.bfloat16},
-    "two optimizers": {"rule": {"every": 3, "outer": DILOCO}, "optimizers": 2},
-    "two optimizers, each step": {"rule": {"every": 1, "outer": DILOCO}, "optimizers": 2},
-    "a parameter that no optimizer has": {"rule": {"every": 3, "outer": DILOCO}, "strays": True},
-    "an optimizer around another": {"rule": {"every": 4, "outer": DILOCO}, "wraps": True},
-    "weights that are loaded": {"rule": {"every": 3, "outer": DILOCO}, "loads": True},
-    "frozen, compressed": {"rule": {"every": 3, "outer": DILOCO, "compress": {"method": "topk", "ratio": 1.0}}, "freezes": True},
-    "frozen": {"rule": {"every": 3, "outer": DILOCO}, "freezes": True},
-}
-_OF_DDP: dict[str, dict[str, Any]] = {"a hook": {"rule": {"every": 3}, "hook": True}, "again": {"rule": {"every": 3}, "again": True}}
-CASES = {f"{what}, DDP=False": Case(**options) for what, options in _OPTIONS.items()} | {
-    f"{what}, DDP=True": Case(ddp=True, **options) for what, options in (_OPTIONS | _OF_DDP).items()
-}
-WITHIN = {
-    f"{what}, DDP={ddp}": Case(rule={"every": 3, "outer": DILOCO, "within": "host", **more}, ddp=ddp, together=2, micro=micro)
-    for what, more, micro in (("hosts", {}, 1), ("hosts, fragments", {"fragments": 2}, 2))
-    for ddp in (False, True)
-}
-
-
 class Lookahead(torch.optim.Optimizer):
     """Goes half of the way back to where it was two steps ago (Zhang et al., 2019)."""
 
@@ -101,6 +54,101 @@ class Lookahead(torch.optim.Optimizer):
             for slow, param in zip(self.slow, self.param_groups[0]["params"], strict=True):
                 slow.lerp_(param, 0.5)
                 param.copy_(slow)
+
+
+class Clearing(torch.optim.Optimizer):
+    """Makes all gradients None after the step of another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__([param for group in inner.param_groups for param in group["params"]], {})
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+        self.zero_grad()
+
+
+class LookaheadAdamW(torch.optim.AdamW):
+    """The same as `Lookahead`, by way of the class of which it is derived."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, 1e-2)
+        self.count, self.slow = 0, [param.detach().clone() for param in params]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step()
+        self.count += 1
+        if self.count % 2 == 0:
+            for slow, param in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                slow.lerp_(param, 0.5)
+                param.copy_(slow)
+
+
+def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, 1e-2)
+
+
+def around(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Lookahead(adamw(params))
+
+
+def clearing(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return Clearing(adamw(params))
+
+
+def derived(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    adamw(params)  # once there is one, torch calls hooks in the step() of the base class, too
+    return LookaheadAdamW(params)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A training of `STEPS` steps: the rule's options, whether in DDP, micro-batches of a step, the parameters' dtype."""
+
+    rule: Mapping[str, Any] = field(default_factory=dict)
+    ddp: bool = False
+    micro: int = 1
+    dtype: torch.dtype = torch.float32
+    optimizers: int = 1  # that share the layers
+    hook: bool = False  # whether DDP has a hook of the script's own
+    again: bool = False  # whether layers are computed again in the backward pass, with a graph of their own
+    loads: bool = False  # whether weights are loaded after the synchronizer was made
+    freezes: bool = False  # whether the first layer is frozen after five steps
+    strays: bool = False  # whether no optimizer has the last bias, which has gradients
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] = adamw
+    together: int = 1  # ranks of a host, which average their gradients
+
+
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "the plain average": {"rule": {"every": 3}},
+    "momentum": {"rule": {"every": 3, "outer": SGD}},
+    "DiLoCo": {"rule": {"every": 3, "outer": DILOCO}},
+    "each step": {"rule": {"every": 1, "outer": DILOCO}},
+    "fragments": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2}},
+    "delayed": {"rule": {"every": 4, "outer": DILOCO, "fragments": 2, "delay": 3}},
+    "delayed, bfloat16": {"rule": {"every": 3, "outer": DILOCO, "delay": 1}, "dtype": torch.bfloat16},
+    "micro-batches": {"rule": {"every": 3, "outer": DILOCO}, "micro": 2},
+    "bfloat16": {"rule": {"every": 3, "outer": DILOCO}, "dtype": torch.bfloat16},
+    "two optimizers": {"rule": {"every": 3, "outer": DILOCO}, "optimizers": 2},
+    "two optimizers, each step": {"rule": {"every": 1, "outer": DILOCO}, "optimizers": 2},
+    "a parameter that no optimizer has": {"rule": {"every": 3, "outer": DILOCO}, "strays": True},
+    "an optimizer around another": {"rule": {"every": 4, "outer": DILOCO}, "optimizer": around},
+    "an optimizer that calls its base class": {"rule": {"every": 4, "outer": DILOCO}, "optimizer": derived},
+    "frozen, gradients cleared by an optimizer": {"rule": {"every": 3, "outer": DILOCO}, "freezes": True, "optimizer": clearing},
+    "weights that are loaded": {"rule": {"every": 3, "outer": DILOCO}, "loads": True},
+    "frozen, compressed": {"rule": {"every": 3, "outer": DILOCO, "compress": {"method": "topk", "ratio": 1.0}}, "freezes": True},
+    "frozen": {"rule": {"every": 3, "outer": DILOCO}, "freezes": True},
+}
+_OF_DDP: dict[str, dict[str, Any]] = {"a hook": {"rule": {"every": 3}, "hook": True}, "again": {"rule": {"every": 3}, "again": True}}
+CASES = {f"{what}, DDP=False": Case(**options) for what, options in _OPTIONS.items()} | {
+    f"{what}, DDP=True": Case(ddp=True, **options) for what, options in (_OPTIONS | _OF_DDP).items()
+}
+WITHIN = {
+    f"{what}, DDP={ddp}": Case(rule={"every": 3, "outer": DILOCO, "within": "host", **more}, ddp=ddp, together=2, micro=micro)
+    for what, more, micro in (("hosts", {}, 1), ("hosts, fragments", {"fragments": 2}, 2))
+    for ddp in (False, True)
+}
 
 
 class Again(nn.Module):
@@ -135,7 +183,7 @@ def in_one_process(case: Case) -> list[nn.Module]:
     if case.loads:
         for model in [*models, anchor]:
             load(model)
-    inner = [optimizer_of(case, [*model.parameters()][: -1 if case.strays else None]) for model in models]
+    inner = [case.optimizer([*model.parameters()][: -1 if case.strays else None]) for model in models]
     outer = torch.optim.SGD(anchor.parameters(), **rule["outer"])
     last_first = [name for name, _ in anchor.named_parameters()][::-1]
     sizes = [anchor.get_parameter(name).numel() for name in last_first]
@@ -169,11 +217,6 @@ def in_one_process(case: Case) -> list[nn.Module]:
             continue
         _outer_step(models, case.together, anchor, outer, due - frozen if step > 5 else due)  # of the period in which they were frozen
     return models
-
-
-def optimizer_of(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    inner = torch.optim.AdamW(params, 1e-2)
-    return Lookahead(inner) if case.wraps else inner
 
 
 def load(model: nn.Module) -> None:
@@ -215,7 +258,7 @@ def on_each_rank(case: Case) -> nn.Module:
     trained = Again(model) if case.again else model
     wrapped: Any = DistributedDataParallel(trained, find_unused_parameters=case.freezes) if case.ddp else trained
     parts = [[*model.parameters()][: -1 if case.strays else None]] if case.optimizers == 1 else [[*model[at].parameters()] for at in (0, 2)]
-    optimizers = [optimizer_of(case, part) for part in parts]
+    optimizers = [case.optimizer(part) for part in parts]
     hook = (None, allreduce_hook) if case.hook else None
     with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", **case.rule}], otherwise=hook)) as synchronizer:
         if case.loads:
@@ -363,7 +406,8 @@ def refusals() -> list[str]:
     with closing(gemini_ft.GradientSynchronizer(model, [{"params": "*", "every": 2}])) as synchronizer:
         loss_of(model, 0, 0, 0, torch.float32).backward()
         synchronizer.synchronize()
-        said = [error_of(ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1).step)]
+        sharded = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+        said = [error_of(sharded.step), error_of(Lookahead(sharded).step)]
     wrapped = DistributedDataParallel(network())
     with closing(gemini_ft.GradientSynchronizer(wrapped, [{"params": "*", "every": 2}])), wrapped.join():
         said.append(error_of(loss_of(wrapped, 0, 0, 0, torch.float32).backward))

@@ -6,6 +6,7 @@ import gc
 import json
 import math
 import os
+import platform
 import re
 import shlex
 import subprocess
@@ -84,6 +85,45 @@ def test_the_table_of_the_gpt_puts_losses_and_seconds_together(tmp_path: Path) -
     for measured in (1, 2):  # by another program, the second time
         assert pipelines_gpt.Cells(tmp_path / "cells").measured(about, lambda measured=measured: {"seconds": measured}) == {"seconds": 1}
     assert pipelines_gpt.Cells(tmp_path / "cells").measured(about | {"code": "other"}, lambda: {"seconds": 3}) == {"seconds": 3}
+
+
+def test_a_cell_of_the_gpt_is_measured_again_where_anything_behind_it_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    import pipelines_gpt
+
+    def cells() -> list[dict[str, Any]]:
+        return [pipelines_gpt.about(part, "DDP fp32", 4) for part in ("losses", "seconds")]
+
+    before, read = cells(), Path.read_text
+    with monkeypatch.context() as patch:  # on other hosts a training has the same losses
+        patch.setattr(pipelines_gpt, "hardware", lambda: {"cpu": "another", "cores": 1})
+        assert [now == then for now, then in zip(cells(), before, strict=True)] == [True, False]
+    with monkeypatch.context() as patch:
+        patch.setattr(platform, "python_version", lambda: "3.0")
+        assert [now == then for now, then in zip(cells(), before, strict=True)] == [False, False]
+    for file in ("testing/network.py", "gemini_ft/trials.py", "gemini_ft/truncation.py", "gemini_ft/ordered.py"):
+        ring = pipelines_gpt.code_of("ring8")
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                Path, "read_text", lambda path, *a, file=file, **k: read(path, *a, **k) + "\nNEW = 1" * path.as_posix().endswith(file)
+            )
+            assert pipelines_gpt.code_of("ring8") != ring, file
+    with monkeypatch.context() as patch:
+        patch.setattr(pipelines_gpt, "run_hosts", pipelines_gpt.steps_to)
+        assert pipelines_gpt.about("losses", "DDP fp32", 4) != before[0]
+
+
+def test_a_line_that_was_written_in_part_is_no_cell_of_the_gpt(tmp_path: Path) -> None:
+    import pipelines_gpt
+
+    path = tmp_path / "cells"
+    for seed in (0, 1):
+        pipelines_gpt.Cells(path).measured({"seed": seed}, lambda seed=seed: {"seconds": seed})
+    path.write_bytes(path.read_bytes()[:-3])
+    for measured in (2, 3):
+        cells = pipelines_gpt.Cells(path)
+        assert cells.measured({"seed": 1}, lambda measured=measured: {"seconds": measured}) == {"seconds": 2}
+        assert cells.measured({"seed": 0}, dict) == {"seconds": 0}
+    assert cells.commits == {json.loads(line)["commit"] for line in path.read_text().splitlines()}
 
 
 def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
