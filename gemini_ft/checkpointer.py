@@ -564,6 +564,11 @@ class Checkpointer:
         """Whether a snapshot has been committed, or a later one; None: that is not known yet. Any thread may ask."""
         return self.stats.has_committed(iteration) if self._recorder is None else self._recorder.outcome(iteration)
 
+    def raise_fatal(self) -> None:
+        """Raises what the agents have found since the last call, if it must stop the job. Any thread may call it."""
+        if self._recorder is not None:
+            self._recorder.raise_fatal()
+
     @contextlib.contextmanager
     def mutate(self) -> Iterator[None]:
         """Allows writes to parameters or optimizer state outside the optimizer's step (weight averaging, pruning, clamping)."""

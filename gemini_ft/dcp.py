@@ -245,7 +245,8 @@ class GeminiWriter(StorageWriter, AsyncStager):
         GeminiError: see `Checkpointer.open`.
 
     Attributes:
-        newest: the step saved last, at first by an earlier attempt or launch of the run; None: there is none. Later ones must be greater.
+        newest: the newest step that is committed, at first by an earlier attempt or launch of the run; None: there is none. Later ones
+            must be greater.
     """
 
     _synchronize_after_execute = False
@@ -254,24 +255,30 @@ class GeminiWriter(StorageWriter, AsyncStager):
         if given := sorted(options.keys() & _OF_WRITERS.keys()):
             raise ConfigError(f"GeminiWriter sets {', '.join(given)} itself, as it saves what and when the script says; leave it out")
         self._state, self._thread = WrittenState(replicated), threading.current_thread()
-        config = load_config({"traffic": {"when": "ready"}, **options, **_OF_WRITERS})
+        traffic = options.get("traffic", {})
+        traffic = {"when": "ready"} | traffic if isinstance(traffic, Mapping) else traffic
+        config = load_config(options | {"traffic": traffic} | _OF_WRITERS)
         self._checkpointer = Checkpointer(config=config, name=name, resizable=True)
         self._checkpointer.bind_state(self._state)
         found = self._checkpointer.open()
-        self.newest = found.iteration if found is not None else None
-        self._is_stored = found is not None and found.source == "storage"  # and not in memory
+        self._stored = found.iteration if found is not None and found.source == "storage" else None  # and not in memory
+        self._last = self.newest or 0  # step that was recorded last, committed or not
         self._asked = threading.local()  # async_save names the step to another thread, after it has had the state dict staged
+
+    @property
+    def newest(self) -> int | None:
+        return self._checkpointer.stats.committed
 
     def reader(self) -> GeminiReader:
         """Returns a reader of the newest step, from where it was found."""
-        run, stream, storage = self._checkpointer.run, self._checkpointer.name, self._checkpointer.config.storage
-        if storage is None or not self._is_stored:
-            return GeminiReader(run, stream=stream, step=self.newest)
+        run, stream, storage, newest = self._checkpointer.run, self._checkpointer.name, self._checkpointer.config.storage, self.newest
+        if storage is None or newest is None or newest != self._stored:
+            return GeminiReader(run, stream=stream, step=newest)
         where: dict[str, Any] = {"endpoint_url": storage.endpoint_url, "trust_pickle": storage.trust_pickle}
-        return GeminiReader(storage.url, run_id=run, stream=stream, step=self.newest, **where)
+        return GeminiReader(storage.url, run_id=run, stream=stream, step=newest, **where)
 
     def at(self, step: int) -> GeminiWriter:
-        """Returns the writer, which will save the state dict of this step next."""
+        """Returns the writer, which will save the state dict of this step next, by this thread; another number takes its place."""
         self._asked.step = step
         return self
 
@@ -298,18 +305,22 @@ class GeminiWriter(StorageWriter, AsyncStager):
             raise ConfigError("GeminiWriter stages state dicts itself, on the thread that made it; leave out async_stager")
         if step is None:
             raise ConfigError("which step is it? async_save(..., storage_writer=writer.at(step)), and the same for save")
-        if step <= (self.newest or 0):
+        newest = self.newest or 0
+        if step <= max(self._last, newest):
+            known = f"run {self._checkpointer.run!r} has step {newest} already"
+            if self._last > newest:
+                known = f"step {self._last} was begun before it, though it was given up, or is not committed yet"
             raise StateError(
-                f"step {step} cannot be saved: run {self._checkpointer.run!r} has step {self.newest or 0} already, and steps count from 1 "
-                "and grow. Load what there is, with writer.reader(), and go on from there, or begin anew with another run id"
+                f"step {step} cannot be saved: {known}, and steps count from 1 and grow. Load what there is, with writer.reader(), and "
+                "go on from there, or begin anew with another run id"
             )
         planner = DefaultSavePlanner()
         planner.set_up_planner(state_dict, is_coordinator=False)
         self._state.flat = planner.state_dict
         self._checkpointer.save(step, {})
-        with self._checkpointer.mutate():
-            self.newest, self._is_stored = step, False
-        return step
+        self._last = step
+        with self._checkpointer.mutate():  # it has been copied
+            return step
 
     def _take_step(self) -> int | None:
         """The step that this thread was told, once."""
@@ -330,6 +341,7 @@ class GeminiWriter(StorageWriter, AsyncStager):
 
         Raises:
             AgentError: it was given up, or not committed in time; what was saved before is still there.
+            GeminiError: the agents have found something that must stop the job.
         """
         state_dict = getattr(planner, "state_dict", None)
         if state_dict is None:
@@ -341,6 +353,7 @@ class GeminiWriter(StorageWriter, AsyncStager):
             raise ConfigError(f"step {step} was staged by writer.at({step}), and checkpoint_id={asked} was given; leave out the latter")
         end = time.monotonic() + self._checkpointer.config.timeout
         while (committed := self._checkpointer.is_committed(step)) is None and time.monotonic() < end:
+            self._checkpointer.raise_fatal()
             time.sleep(_POLL)
         if not committed:
             what = "not committed in time" if committed is None else "given up"

@@ -12,11 +12,11 @@ import traceback
 import types
 from collections.abc import Collection
 
-from gemini_ft.errors import FINAL, GeminiError
+from gemini_ft.errors import FINAL, GeminiError, PeerError
 from gemini_ft.launch import notes
 
 _STARTERS = (
-    *(os.path.join(os.path.dirname(__file__), name) for name in ("script.py", "forkserver.py")),
+    *(os.path.join(os.path.dirname(__file__), name) for name in ("script.py", "forkserver.py", "failures.py")),
     runpy.__file__,
     "<frozen runpy>",
     "<string>",  # of `gemini_ft.launch.script.starter`
@@ -82,10 +82,32 @@ def refusal_behind(error: BaseException | None) -> GeminiError | None:
         if isinstance(error, GeminiError) and getattr(error, "exit_status", 1) == FINAL:
             return error
         seen.add(id(error))
-        behind += [error.__cause__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())]
+        behind += [own_failure(error), error.__cause__, *(error.exceptions if isinstance(error, BaseExceptionGroup) else ())]
         if not _is_of_its_own(error):
             behind.append(error.__context__)
     return None
+
+
+def own_failure(error: BaseException) -> BaseException:
+    """What has failed on this rank, where torch.distributed.checkpoint has wrapped the failures of all ranks into an error; else the error.
+
+    Its CheckpointException is no Exception, and hides the end of a drained rank, a refusal, or an attempt that is over. A PeerError where
+    only other ranks have failed.
+    """
+    kind = type(error)
+    if kind.__name__ != "CheckpointException" or not kind.__module__.startswith("torch.distributed.checkpoint"):
+        return error
+    failures: dict[int, tuple[BaseException, object]] = getattr(error, "failures", {})
+    # One that no process has sent has its traceback: without a process group its number is 0 on every rank.
+    own = [each for rank, (each, _) in failures.items() if each.__traceback__ is not None or str(rank) == os.environ.get("RANK", "0")]
+    texts = [f"rank {rank}: {type(each).__name__}: {text_of(each)}" for rank, (each, _) in failures.items()]
+    return own[0] if own else PeerError(f"another rank has failed: {'; '.join(texts)}")
+
+
+def raise_own(error: BaseException) -> None:
+    """Raises `own_failure`, with the traceback of ``error``, which is being handled, if it is another error."""
+    if (own := own_failure(error)) is not error:
+        raise own.with_traceback(error.__traceback__)
 
 
 def _is_of_its_own(error: BaseException) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 import gemini_ft
 from gemini_ft.errors import FINAL
 from gemini_ft.launch import autoprotect, build_locks, hooks, notes
-from gemini_ft.launch.failures import frames_of_script, record, refusal_behind
+from gemini_ft.launch.failures import frames_of_script, raise_own, record, refusal_behind
 
 _COPY = "--copy="
 _PR_SET_PDEATHSIG = 1
@@ -97,12 +97,16 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
     if "__mp_main__" in sys.modules:  # multiprocessing has been imported already, and has set it to the __main__ of that time
         sys.modules["__mp_main__"] = main
     try:
-        if program[0] == "-m":
-            sys.argv = list(program[1:])
-            runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
-        else:
-            sys.argv = list(program)
-            _run_script(program[0], copy, main)
+        try:
+            if program[0] == "-m":
+                sys.argv = list(program[1:])
+                runpy._run_module_as_main(program[1])  # type: ignore[attr-defined]  # what `python -m` itself calls
+            else:
+                sys.argv = list(program)
+                _run_script(program[0], copy, main)
+        except BaseException as error:
+            raise_own(error)
+            raise
     except SystemExit as end:
         refused = bool(end.code) and refusal_behind(end) is not None  # a script that shows its errors by itself
         if end.code == _USAGE or isinstance(end.code, str) or refused:  # any other number is a word between the script and who starts it

@@ -43,6 +43,10 @@ class DrainedError(SystemExit):
     def __init__(self) -> None:
         super().__init__(self.exit_status)
 
+    def __reduce__(self) -> tuple[type[DrainedError], tuple[()]]:
+        """To other ranks: torch.distributed.checkpoint tells all of them what one of them has raised."""
+        return DrainedError, ()
+
 
 class Drain:
     """The wish that this rank leaves after a step, from wherever it comes: a signal to this process, or the host's agent.

@@ -27,7 +27,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gemini_ft import accelerator
 from gemini_ft.launch import notes, reserve
-from gemini_ft.launch.failures import record, refusal_behind
+from gemini_ft.launch.failures import raise_own, record, refusal_behind
 from gemini_ft.launch.in_place import BEGUN, FAILED, IN_PLACE, LEAVES, PARKED
 from gemini_ft.launch.replaced import take_rank
 from gemini_ft.state.left_out import instances
@@ -160,7 +160,11 @@ def _settings() -> Iterator[tuple[Callable[[Any], object], Any]]:
 def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
     """Calls ``train`` and returns its result in a list; the list is empty if the attempt is over, and an exception is dropped then."""
     try:
-        result = train()
+        try:
+            result = train()
+        except BaseException as error:
+            raise_own(error)
+            raise
         present.look()
         return [] if present.is_over else [result]
     except OverError:

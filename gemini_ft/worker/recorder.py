@@ -396,7 +396,7 @@ class Recorder:
         self._copying.await_newest()
         end = time.monotonic() + seconds
         with self._standing_still():
-            while self._outcomes.is_open and not self.client.lost and time.monotonic() < end:
+            while self._outcomes.is_open and self.fatal is None and not self.client.lost and time.monotonic() < end:
                 leave_if_over()
                 time.sleep(_POLL)
 

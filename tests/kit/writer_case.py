@@ -15,14 +15,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from agent_kit import eventually
 from export_case import build
 from plain_case import start_ranks
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
 
 from gemini_ft.dcp import GeminiWriter
+from gemini_ft.errors import StateError
+from gemini_ft.launch.failures import own_failure
+from gemini_ft.storage.checkpoints import list_checkpoints
+from gemini_ft.storage.opening import open_storage
 
 STEPS = 6
 KINDS = ("ddp", "fsdp2")
@@ -41,7 +47,10 @@ def write(out: str, kind: str, way: str, options: dict[str, Any]) -> None:
     """Trains, and writes torch's view of the last state to ``<out>/<kind>-<way>.pt``. A killed job loses rank 1 once, in step 5."""
     rank, sharded = dist.get_rank(), kind == "fsdp2"
     model, optimizer = build(sharded)
-    writer = GeminiWriter(name=kind, **options) if way != "plain" else None
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm1d):
+            module.eval()  # else its buffers would differ between ranks
+    writer = GeminiWriter(name=kind, replicated=not sharded, **options) if way != "plain" else None
     saving = dist.new_group(backend="gloo")
     first = 1
     if writer is not None and writer.newest is not None:
@@ -61,7 +70,9 @@ def write(out: str, kind: str, way: str, options: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         if step % 2 == 0 and writer is not None:
             weights, optim = get_state_dict(model, optimizer)
-            state = {"model": weights, "optim": optim, "step": step, f"of rank {rank}": torch.tensor(rank), f"note {rank}": "kept"}
+            state = {"model": weights, "optim": optim, "step": step, f"note {rank}": "kept"}
+            if sharded:
+                state[f"of rank {rank}"] = torch.tensor(rank)
             if step == STEPS:
                 save(state, storage_writer=writer, checkpoint_id=str(step))
             elif sharded:
@@ -78,8 +89,11 @@ def finish(saved: Future[Any] | AsyncSaveResponse) -> None:
     saved.result()
 
 
-def go_on() -> tuple[int | None, int | None]:
-    """Saves one step more with another number of ranks; the step that was there, and the one that is read back."""
+def go_on() -> tuple[Any, ...]:
+    """Saves one step more with another number of ranks.
+
+    Returns the step that was there, and the one that is read back; what `alone` returns on rank 0; and a refusal.
+    """
     warnings.simplefilter("ignore")
     start_ranks()
     model, optimizer = build(sharded=True)
@@ -91,18 +105,37 @@ def go_on() -> tuple[int | None, int | None]:
     assert state["step"] == before
     save(state | {"step": STEPS + 1}, storage_writer=writer.at(STEPS + 1))
     load(state, storage_reader=writer.reader())
-    return before, state["step"]
+    uneven, alike = GeminiWriter(name="uneven"), GeminiWriter(name="alike", replicated=True)
+    save({"step": 1, "w": torch.ones(3)}, storage_writer=uneven.at(1))
+    found, said = alone(uneven) if dist.get_rank() == 0 else (), ""
+    try:
+        save({"w": torch.ones(3)} | ({"more": torch.ones(1)} if dist.get_rank() == 2 else {}), storage_writer=alike.at(1))
+    except CheckpointException as error:
+        said = str(own_failure(error))
+    return before, state["step"], found, said
 
 
-def refusals() -> dict[str, str]:
-    """The texts of errors, by what was wrong; between two saves there is more time than a hang may take."""
+def alone(writer: GeminiWriter) -> tuple[Any, ...]:
+    """Saves step 2, which the other ranks never do; the newest step then, the one that is read, and why 2 cannot be saved again."""
+    async_save({"step": 2, "w": torch.ones(3)}, storage_writer=writer.at(2), no_dist=True)
+    state = {"step": 0}
+    load(state, storage_reader=writer.reader(), no_dist=True)
+    try:
+        async_save(state, storage_writer=writer.at(2), no_dist=True)
+    except StateError as error:
+        return writer.newest, state["step"], str(error)
+    return writer.newest, state["step"], ""
+
+
+def refusals(url: str) -> tuple[dict[str, str], list[int]]:
+    """The texts of errors, by what was wrong, and what `upload` returns; between two saves there is more time than a hang may take."""
     warnings.simplefilter("ignore")
     start_ranks()
     writer = GeminiWriter()
     state = {"w": torch.ones(3), "step": 2}
-    time.sleep(1)
+    time.sleep(0.6)
     save(state, storage_writer=writer, checkpoint_id="2")
-    time.sleep(1)
+    time.sleep(0.6)
     said: dict[str, str] = {}
 
     def refused(what: str, call: Callable[[], Any]) -> None:
@@ -123,7 +156,23 @@ def refusals() -> dict[str, str]:
     refused("sparse", lambda: save({"w": torch.ones(2, 2).to_sparse()}, storage_writer=writer, checkpoint_id="5"))
     save(state | {"step": 6}, storage_writer=writer, checkpoint_id="6")
     writer.close()
-    return said
+    return said, upload(url)
+
+
+def upload(url: str) -> list[int]:
+    """The steps that are stored of those that are saved: each second one up to 12, where every third step is due."""
+    writer = GeminiWriter(name="stored", storage={"url": url, "every_steps": 3, "keep_last": "all", "at_end": False})
+    store = open_storage(url)
+
+    def stored() -> list[int]:
+        return [info.iteration for info in list_checkpoints(store)]
+
+    for step in range(2, 13, 2):
+        save({"w": torch.ones(3)}, storage_writer=writer.at(step))
+        if step in (4, 6, 10, 12):
+            eventually(lambda due=step: due in stored(), f"the upload of step {step}")
+    writer.close()
+    return stored()
 
 
 def run_page(code: str, steps: int, last: int) -> list[int]:
