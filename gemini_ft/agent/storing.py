@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from gemini_ft.agent.session import AgentSession
     from gemini_ft.agent.stream import Stream
 
-
 _PARALLEL = 4  # ranged reads at a time
 CHUNKS_AT_A_TIME = 8  # read in one request
 

@@ -93,12 +93,14 @@ class Judgement:
     def _cut(self) -> None:
         """Frees the memory of the output, but for its last bytes."""
         more = os.pread(self._output, _READ, max(0, os.fstat(self._output).st_size - _READ))
-        os.ftruncate(self._output, 0)
+        with contextlib.suppress(OSError):  # the command may have sealed it
+            os.ftruncate(self._output, 0)
         self._last = (self._last + more)[-_READ:]
 
     def _seal(self) -> None:
         """Takes no more memory for the output: what writes to it from now on gets an error, and not a signal as from a pipe."""
-        fcntl.fcntl(self._output, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
+        with contextlib.suppress(OSError):  # the command may have done so, or forbidden it
+            fcntl.fcntl(self._output, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW)
 
     def end(self) -> None:
         """Kills the command if it is still at work; one that even then does not end, as a device holds it, is left behind."""

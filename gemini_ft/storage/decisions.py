@@ -125,8 +125,10 @@ Answer = CanResume | NothingStored | Unclear
 def decide(look: Look, history: str | None = None, found: bool = False) -> Answer:
     """Decides which checkpoint to resume.
 
-    ``history``: an incarnation, by name; resume the line that went through it, as far as it has come by now.
-       found: accept the newest that is there, although something newer was reported as stored. The choice of a history does not
+    Args:
+        look: what storage and hosts have.
+        history: an incarnation, by name; resume the line that went through it, as far as it has come by now.
+        found: accept the newest that is there, although something newer was reported as stored. The choice of a history does not
             imply that: it may have been made long ago, and the line have come further than can be seen now.
     """
     if look.trouble:
