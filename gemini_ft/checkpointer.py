@@ -48,7 +48,7 @@ from gemini_ft.state.gradients import (
 )
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.iterators import Resumption, check_epochs, unkept
-from gemini_ft.state.loop import EpochBegin, LoopWatch, keepable
+from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
@@ -215,7 +215,7 @@ class Checkpointer:
         self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
         with self.putting_back():
             take_rng_state(found.extras["rng"], found.new_rank)
-            self.follow_epoch(self._stateful)
+            iterators.resumption.note_resume()
             self._after_resume = name_loads(self._models.values(), every_optimizer(self._optimizers).values())
         return found.iteration
 
@@ -234,6 +234,7 @@ class Checkpointer:
         if ddp.has_left_join(self._wrapped.values()):
             self._count_alike()
         self._iteration += 1
+        iterators.resumption.random = None
         while self._after_resume:
             self._after_resume.pop().remove()
         self.check_batches(self._stateful)
@@ -244,7 +245,8 @@ class Checkpointer:
         self.scalars.update(scalars)
         if self._joined.session.rank == 0:
             self._watch.named = self.named
-            self._watch.look(self._models.values(), self._stateful, self._optimizers, self.scalars, self._iteration)
+            optimizers, has_stepped = self._optimizers, self._steps.has_stepped
+            self._watch.look(self._models.values(), self._stateful, optimizers, self.scalars, self._iteration, has_stepped)
         self._steps.refuse_stranger()
         self._end_of_step()
         before, self._updates = self._updates, self._updates + self._steps.take()
@@ -466,10 +468,6 @@ class Checkpointer:
         if session.rank == 0:
             read = ", ".join(f"{nbytes:,} bytes from {where}" for where, nbytes in sorted(self.stats.restored.items()))
             _log.info("resumed at iteration %d: rank 0 read %s in %.2f s", self._iteration, read or "nothing", self.stats.restore_seconds)
-
-    def follow_epoch(self, state: Mapping[str, Any]) -> None:
-        """Follows, once all has been put back, what a loop does again before its data goes on; see `gemini_ft.state.loop.EpochBegin`."""
-        iterators.resumption.before_first = EpochBegin(self._bound.hyperparameters, state).over
 
     def save(self, iteration: int, extras: Any) -> None:
         """Takes a snapshot of the state after ``iteration``: some state is copied now, the rest in the background.

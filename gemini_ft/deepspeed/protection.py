@@ -23,7 +23,6 @@ from gemini_ft.state import iterators
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
 from gemini_ft.state.left_out import left_out
-from gemini_ft.state.loop import EpochBegin
 from gemini_ft.state.rng import rng_state, rng_trackers, take_rng_state
 from gemini_ft.worker.attempt import never_stay, next_name
 
@@ -66,7 +65,6 @@ class Protection:
         self._resumed: int | None = None
         self.is_updated = self.has_stepped = self._closed = self._has_looked = self._has_gradients = False
         self._border = Border(self, engine.module)
-        self._epoch_begin: EpochBegin | None = None  # where it was resumed
         self._data = EngineData({}, is_new=False)
         engines.open.add(self)
         bound_collectives(engine, self.checkpointer.config.hang_timeout)
@@ -89,7 +87,6 @@ class Protection:
                 engines.put_back_generators(self)
             self._resumed, self.iteration = engine.global_steps, found.iteration
             self.number = found.iteration
-            self._epoch_begin = EpochBegin(self._state.hyperparameters, {})
             self.is_followed = False
 
     def put_back_generators(self) -> None:
@@ -129,18 +126,11 @@ class Protection:
         """
         for name, item in objects.items():
             self._data.add(name, item)
-        self._follow_epoch()
 
     def follow(self, loader: Any, begun: bool = False) -> Any:
         """Keeps the loader of the engine's training data, and returns it; see `EngineData.follow`."""
         self._data.follow(loader, begun=begun)
-        self._follow_epoch()
         return loader
-
-    def _follow_epoch(self) -> None:
-        """Follows what the script does between the engine's resume and the batch with which its data goes on."""
-        if self._epoch_begin is not None:
-            iterators.resumption.before_first = self._epoch_begin.over
 
     def others(self) -> dict[str, Any]:
         """The states of what is kept and is no data."""

@@ -265,6 +265,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     def _gemini_save(self, checkpointer: Checkpointer, state: dict[str, Any]) -> None:
         others = self._bind(checkpointer, state)
         checkpointer.steps_made()
+        iterators.resumption.random = None
         checkpointer.check_batches(others)
         self._gemini_steps = 0
         self._gemini_saves += 1
@@ -314,7 +315,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
             restore_sync(state[name], wrapper)
         iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
         take_rng_state(found.extras["rng"], found.new_rank)
-        self.checkpointer.follow_epoch({name: item for name, item in others.items() if is_stateful(item)})
+        iterators.resumption.note_resume()
         return saved
 
     def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:

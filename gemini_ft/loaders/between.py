@@ -18,9 +18,10 @@ import torch.distributed as dist
 from gemini_ft.loaders.parts import LoaderParts
 from gemini_ft.loaders.workers import WorkerStates
 from gemini_ft.state.remembered import AttributeSwap, Values
-from gemini_ft.state.rng import generator_states, randomness, set_generator_states
+from gemini_ft.state.rng import generator_states, process_randomness, set_generator_states
 
 log = logging.getLogger(__name__)
+_LOOKED_AT = 8  # indices
 OF_WORKERS = ("dataset", "collate")  # the parts that worker processes have copies of
 
 
@@ -39,8 +40,8 @@ class Between:
 
     def __init__(self, parts: LoaderParts, *, rests: bool, insists: bool) -> None:
         self._parts, self._says = parts, rests and not insists
-        self._looks_at_draws = not (rests or insists)
         loader = parts.loader
+        self._looks_at_draws = getattr(loader, "num_workers", 0) > 0 and not (rests or insists)
         persistent = getattr(loader, "persistent_workers", False)
         self._workers = getattr(loader, "num_workers", 0) if persistent or not rests else 0
         self.workers = self._new_workers()
@@ -125,17 +126,19 @@ class Between:
     def drawn_here(self, indices: Iterator[Any]) -> Iterator[Any]:
         """The same indices, each drawn with the dataset as it is in this process.
 
-        An order that goes on to be drawn from the process's generators, from which the loop draws as well, cannot be drawn again.
+        An order that goes on to be drawn ahead, for workers, from the process's generators, from which the loop draws as well, cannot be
+        drawn again. Some indices of the first iteration show it.
         """
+        looks, self._looks_at_draws = self._looks_at_draws, False
         for number in itertools.count():
-            before = randomness()[:3] if number and self._looks_at_draws else None
+            before = process_randomness() if looks and 0 < number <= _LOOKED_AT else None
             with self.as_here():
                 try:
                     index = next(indices)
                 except StopIteration:
                     return
-            if before is not None and before != randomness()[:3]:
-                self._looks_at_draws = False
+            if before is not None and before != process_randomness():
+                looks = False
                 self._name(
                     ["the process's generators"],
                     "the sampler of the loader of a %s draws from %s with later batches too, not with the first alone: after a failure "

@@ -23,6 +23,7 @@ from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, S
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
 from gemini_ft.state.rng import (
+    Randomness,
     randomness,
     script_generators,
     script_states,
@@ -69,7 +70,7 @@ class Bookmark:
         self._num_workers: int = getattr(loader, "num_workers", 0)
         self._parts = LoaderParts(loader, base, epoch)
         self._between = Between(self._parts, rests=rests, insists=method == "skip")
-        self._way: Way = self._parts.way(method)
+        self._way: Way = self._parts.way(method, rests=rests)
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
@@ -201,10 +202,10 @@ class Bookmark:
             self._between.name_doubtful(but=self._order)
         if position is None:
             return self._from_the_beginning(start)
-        self._together.goes_on()
         if "left" in position:
             log.info("the snapshot was taken after an iteration of the data had ended, at batch %d: it goes on there", position["batches"])
         else:
+            self._together.goes_on()
             self._together.gone_on += 1
             self._together.to_go_on -= 1
         self._lost_before = []
@@ -359,8 +360,9 @@ class Bookmark:
             if self._before_next is not None:
                 self._before_next(self)
             # The first batch may come with what a sampler draws for the whole epoch.
-            before = randomness() if self._taken == 1 and self._way == "skip" and not self._num_workers else None
+            is_second = self._taken == 1 and self._way == "skip" and not self._num_workers
             is_first = self._first is None and self._way != "skip" and not self._num_workers
+            before = self._randomness_beside() if is_first or is_second else None
             if is_first:
                 self._first = self._parts.moment()
             if self._takes_in_advance():
@@ -377,14 +379,18 @@ class Bookmark:
                 self._changed_later = [*split(self.lost_here)[1]]
                 return
             if is_first and self._first is not None:
-                self._drew = self._first["random"] != randomness()
-            if before is not None:
-                self._draws = before != randomness()
+                self._drew = before != self._randomness_beside()
+            if is_second:
+                self._draws = before != self._randomness_beside()
             batch = self._workers.unpack(self._taken, item) if self._workers else item
             if self._workers and self._workers.persistent and self._workers.lost and not (self._insists or self.lenient):
                 raise self._about_lost_in_workers()
             self._taken += 1
             yield batch
+
+    def _randomness_beside(self) -> Randomness:
+        """The states of the process's generators, without those that the loader's own parts hold, which are kept with these."""
+        return randomness(but=self._parts.generators.values())
 
     def _about_lost(self, lost: list[str]) -> UnsupportedStateError:
         return UnsupportedStateError(

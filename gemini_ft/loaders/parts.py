@@ -57,8 +57,12 @@ class LoaderParts:
         """The loader, as long as there is one: see `reference`."""
         return self._reference()
 
-    def way(self, method: DataResume) -> Way:
-        """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.loaders.loader`."""
+    def way(self, method: DataResume, *, rests: bool = False) -> Way:
+        """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.loaders.loader`.
+
+        Args:
+            rests: whether it is a validation's.
+        """
         loader = self.loader
         if method == "replay":
             return "replay"
@@ -70,7 +74,7 @@ class LoaderParts:
             # With rarer snapshots it takes the workers back to the last one, whose random states are not known.
             return "own" if not loader.num_workers or getattr(loader, "snapshot_every_n_steps", 0) == 1 else "replay"
         kept = [name for name, value in vars(loader).items() if name != "_iterator" and is_a(value, _BaseDataLoaderIter)]
-        if kept and loader.num_workers:
+        if kept and loader.num_workers and not (rests or method == "skip"):
             raise UnsupportedStateError(
                 f"a {type(loader).__name__} keeps one iteration of its workers for all epochs, `{kept[0]}`: they load batches of an epoch "
                 "before it begins, and no snapshot can have these. Give a DataLoader with persistent_workers=True: its workers live on, too"

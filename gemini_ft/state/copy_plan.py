@@ -24,7 +24,7 @@ _libc.memcpy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _libc.memcpy.restype = ctypes.c_void_p
 Marks = tuple[list[int], list[int], bytes]  # version counters, addresses, some elements
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as which elements of any type can be read, by their bytes
-_SAMPLED = 8  # elements of a view by which a write shows that no counter does
+_SAMPLED = 8  # elements of a flat view, at most, by which a write shows that no counter does; of others the last one
 LANDING = 64 * 2**20  # bytes that a device copies from one event to the next, at least: each event takes the interpreter lock
 _LARGEST_CLONE = 2**20  # bytes; residuals are as large as the gradients, and the device's memory is the training's
 _LARGE = 64 * 1024  # bytes; from here on a copy of its own, below it one call for many
@@ -143,7 +143,10 @@ class CopyPlan:
         self.batches = [_batch(moves, start, start + self.batch_bytes) for start in range(0, layout.nbytes, self.batch_bytes)]
 
     def marks(self) -> Marks:
-        """Version counter and address of every tensor that is copied in the background, and some elements of those of the host."""
+        """Version counter and address of every tensor that is copied in the background.
+
+        And some elements of each, unless one of them is on a device: reading that would wait for all that is queued there.
+        """
         return [view._version for view in self._counting], list(map(torch.Tensor.data_ptr, self._views)), self._samples.take()
 
     def all_marks(self) -> dict[str, list[tuple[int, int]]]:

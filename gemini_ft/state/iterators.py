@@ -6,11 +6,13 @@ import gc
 import inspect
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 from torch.utils.data import dataloader as torch_loaders
 
@@ -31,19 +33,34 @@ class Resumption:
         gone_on: how many have gone on where they stood.
         to_go_on: how many have a position to go on at, and have not begun.
         resize: where the snapshot is of another number of ranks, these numbers.
-        before_first: called before the first of them goes on.
+        random: torch's generator of the process as it was put back, until the first step, or until the first iteration goes on.
     """
 
     gone_on: int = 0
     to_go_on: int = 0
     resize: Resize | None = None
-    before_first: Callable[[], None] | None = None
+    random: torch.Tensor | None = None
+
+    def note_resume(self) -> None:
+        """Records that all has been put back, the process's generators too."""
+        self.random = torch.get_rng_state()
 
     def goes_on(self) -> None:
-        """Records that an iteration is about to go on."""
-        call, self.before_first = self.before_first, None
-        if call is not None:
-            call()
+        """Names, where an iteration goes on in its middle, a seed that the loop has set again, as it does when an epoch begins.
+
+        Only the seed that was in force, and of which numbers had been drawn: one that differs may be that of the next step.
+        """
+        then, self.random = self.random, None
+        if then is None or (dist.is_initialized() and dist.get_rank()):
+            return
+        now, seeded = torch.get_rng_state(), torch.Generator().manual_seed(torch.initial_seed()).get_state()
+        if torch.equal(now, seeded) and not torch.equal(now, then) and _seed_of(then) == torch.initial_seed():
+            _log.warning(
+                "this loop has set the seed %d again between its resume and the batch with which an epoch goes on in its middle: if it "
+                "does so when an epoch begins, what it draws from here on (dropout) is other than without a failure. Set it only where an epoch "
+                "begins at its first batch: in a plain loop, `if loader.batches_done == 0:`",
+                torch.initial_seed(),
+            )
 
 
 resumption = Resumption()  # of the Checkpointer of this process that has resumed last
@@ -187,12 +204,14 @@ def _sources(iterator: Any) -> Iterator[int]:
 
 def _marks(state: Iterable[Any]) -> dict[int, Any]:
     """The bookmarks of the loaders in ``state``, by the ids of these."""
-    return {id(value): mark for value in state if (mark := bookmark_in(value)) is not None}
+    return {id(value): mark for value in state if (mark := _attribute(value, "_gemini")) is not None}
 
 
-def bookmark_in(value: Any) -> Any:
-    """The bookmark of a value that is a resumable loader; None of any other."""
-    return _attribute(value, "_gemini")
+def _seed_of(state: torch.Tensor) -> int:
+    """The seed that a state of torch's generator comes from."""
+    generator = torch.Generator()
+    generator.set_state(state)
+    return generator.initial_seed()
 
 
 def _attribute(value: Any, name: str) -> Any:

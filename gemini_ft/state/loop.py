@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.state.carried import Carried
-from gemini_ft.state.hyperparameters import Given, differences, of_mapping
-from gemini_ft.state.iterators import BatchSource, bookmark_in, is_plain_loader, unkept, wrappers
+from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
 from gemini_ft.state.left_out import Generators, left_out, not_saved
-from gemini_ft.state.rng import GivenGenerator, is_generator, rng_state, set_rng_state
+from gemini_ft.state.rng import GivenGenerator, is_generator
 from gemini_ft.state.tensors import every_optimizer
 
 _log = logging.getLogger("gemini_ft")
@@ -71,51 +67,6 @@ def keepable(item: Any, given: str) -> Any:
     return item
 
 
-class EpochBegin:
-    """The moment that is resumed, for a loop that does again, before its data goes on, what it does whenever an epoch begins.
-
-    Args:
-        rates: gives the hyperparameters of the optimizers.
-        state: the objects that were given beside the models, by name.
-    """
-
-    _random: ClassVar[dict[str, Any] | None] = None  # of the process's generators, as the last `resume` has left them, until it trains
-
-    def __init__(self, rates: Callable[[], Given], state: Mapping[str, Any]) -> None:
-        self._rates, self._state = rates, {name: item for name, item in state.items() if bookmark_in(item) is None}
-        self._then = self._values()
-        EpochBegin._random = rng_state()
-        self._handle = register_module_forward_pre_hook(self._trains)
-
-    def over(self) -> None:
-        """Puts the process's generators back, unless the training has gone on already, and names what else has changed."""
-        self._handle.remove()
-        if self._random is None:
-            return
-        set_rng_state(self._random)
-        if (changed := [*differences(self._then, self._values())]) and not (dist.is_initialized() and dist.get_rank()):
-            _log.warning(
-                "this loop changes what it has resumed before its data goes on in the middle of an epoch (%s), as it had done already when "
-                "the epoch began: it is done once more than without a failure. Do it where an epoch begins alone; in a plain loop, `if "
-                "loader.batches_done == 0:`",
-                "; ".join(changed[:_SOME]),
-            )
-
-    def _values(self) -> Given:
-        found = self._rates()
-        for name, item in self._state.items():
-            saved = item.state_dict()
-            if isinstance(item, GivenGenerator):
-                saved = {"state": hash(repr(saved))}
-            found |= of_mapping(f"state[{name!r}]", saved) if isinstance(saved, Mapping) else {}
-        return found
-
-    def _trains(self, module: nn.Module, _: Any) -> None:
-        if module.training and torch.is_grad_enabled():
-            self._handle.remove()
-            EpochBegin._random = None
-
-
 class LoopWatch:
     """Looks at a loop at each of its steps, on one rank; warns of each thing once in a job, and never ends the loop.
 
@@ -142,15 +93,17 @@ class LoopWatch:
         optimizers: Sequence[Any],
         scalars: Mapping[str, Any] = MappingProxyType({}),
         iteration: int = 0,
+        has_stepped: bool = True,
     ) -> None:
         """Looks at the loop when a step has ended.
 
         Args:
             optimizers: the optimizers that were given; empty: schedulers and the like are not looked for.
             scalars: the loop's values that snapshots have, by name.
+            has_stepped: whether an optimizer has stepped, so that there may be a snapshot; without one it does not matter what differs.
         """
         self._safely("batches", self._look_at_batches, state.values())
-        self._look_at_rest(models, [*models, *state.values(), scalars], optimizers, scalars, iteration)
+        self._look_at_rest(models, [*models, *state.values(), scalars], optimizers, scalars, iteration, has_stepped)
 
     def look_beside(self, state: Mapping[str, Any], inner: Mapping[str, Any], iteration: int) -> None:
         """Looks at a loop of Fabric, apart from its batches. ``inner``: the state, without Fabric's wrappers."""
@@ -225,8 +178,15 @@ class LoopWatch:
             self._say(said + note)
 
     def _look_at_variables(
-        self, models: Collection[nn.Module], given: list[Any], scalars: Mapping[str, Any] = MappingProxyType({}), iteration: int = 0
+        self,
+        models: Collection[nn.Module],
+        given: list[Any],
+        scalars: Mapping[str, Any] = MappingProxyType({}),
+        iteration: int = 0,
+        has_stepped: bool = True,
     ) -> None:
+        if not has_stepped:
+            return
         if self._carried is None:
             self._carried = Carried(models, given)
         changes = self._carried.changed(scalars, iteration)

@@ -125,11 +125,21 @@ def _readable(generators: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def randomness() -> Randomness:
-    """The states of this process's global generators and of those of the script's modules; few objects, as they are taken at every step."""
+def randomness(but: Iterable[Any] = ()) -> Randomness:
+    """The states of this process's global generators and of those of the script's modules; few objects, as they are taken at every step.
+
+    Args:
+        but: generators of the script that are left out.
+    """
+    seen, out = _of_script.seen(), {*map(id, but)}
+    found = _readable({path: generator for path, generator in seen.items() if id(generator) not in out} if out else seen)
+    return (*process_randomness(), found) if found else process_randomness()
+
+
+def process_randomness() -> Randomness:
+    """The states of this process's global generators alone."""
     version, words, gauss = random.getstate()
-    state = torch.get_rng_state().numpy().tobytes(), (version, array.array("I", words).tobytes(), gauss), _numpy_state()
-    return (*state, found) if (found := _readable(_of_script.seen())) else state
+    return torch.get_rng_state().numpy().tobytes(), (version, array.array("I", words).tobytes(), gauss), _numpy_state()
 
 
 def _numpy_state() -> tuple[str, bytes, int, int, float] | dict[str, Any]:

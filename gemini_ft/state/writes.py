@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
@@ -26,9 +27,12 @@ _resumed: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
 
 def name_loads(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Any]:
     """Warns when a script loads another state into what was resumed, until the handles that are returned are removed."""
-    resumed: list[nn.Module | Optimizer] = [*map(unwrap_model, models), *optimizers]
-    _resumed.update(resumed)
-    return [item.register_load_state_dict_pre_hook(_name_load) for item in resumed]
+    handles = []
+    for item in (*map(unwrap_model, models), *optimizers):
+        with suppress(AttributeError):  # an optimizer of a library may have called no constructor of torch's
+            handles.append(item.register_load_state_dict_pre_hook(_name_load))
+            _resumed.add(item)
+    return handles
 
 
 def _name_load(item: nn.Module | Optimizer, *_: Any) -> None:

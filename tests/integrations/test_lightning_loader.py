@@ -375,7 +375,7 @@ def test_a_sampler_that_goes_on_drawing_from_the_process_is_named_once(workers: 
     else:
         Job(make, resumable=True, limit=9).run(range(EPOCHS))
     named = [line for line in caplog.messages if "draws from the process's generators with later batches too" in line]
-    assert len(named) == (not own)
+    assert len(named) == (not own and workers > 0)
 
 
 class Keeping(DataLoader[int]):
@@ -393,6 +393,11 @@ def test_a_loader_that_keeps_an_iteration_of_its_workers_is_refused() -> None:
     make_resumable(Keeping(0))
     with pytest.raises(UnsupportedStateError, match="a Keeping keeps one iteration of its workers for all epochs, `iterator`"):
         make_resumable(Keeping(1))
+
+
+@pytest.mark.parametrize("options", [{"rests": True}, {"method": "skip"}])
+def test_a_loader_that_keeps_an_iteration_may_validate_or_be_insisted_on(options: dict[str, Any]) -> None:
+    assert [int(index) for index in make_resumable(Keeping(1), **options)] == [*range(8)]
 
 
 def test_a_sampler_inside_of_another_is_told_no_epoch() -> None:

@@ -173,7 +173,6 @@ def zipped(loop: Loop) -> Iterator[None]:
     loop.begin(model, optimizer, short=short, long=long)
     yield
     for epoch in range(loop.scalars.get("epoch", 0), 4):
-        torch.manual_seed(10 + epoch)  # and again where the epoch goes on
         for (x,), (y,) in pairs[epoch % 2]():
             loop.step(x, y, train(model, x + y, optimizer), epoch=epoch)
             yield
@@ -188,14 +187,15 @@ def counted(loop: Loop) -> Iterator[None]:
     other = loop.loader(random_split(rows(), [20, 4], torch.Generator().manual_seed(5))[0], 4, shuffle=True)
     first = loop.begin(model, optimizer, loader=loader, other=other)
     yield
-    forever = iter(other)
+    forever = iter(())
     for _ in range(first, 8):
+        noise = torch.rand(())  # before the batch, which may be that with which the data goes on
         try:
             (x,) = next(forever)
         except StopIteration:
             forever = iter(other)
             (x,) = next(forever)
-        loop.step(x, train(model, x, optimizer))
+        loop.step(x, noise, train(model, x * noise, optimizer))
         yield
     for epoch in range(loop.scalars.get("epoch", 0), 3):
         for index, (x,) in enumerate(loader, getattr(loader, "batches_done", 0)):

@@ -30,9 +30,9 @@ from gemini_ft.state import iterators
 from gemini_ft.state.base import PlainState
 from gemini_ft.state.iterators import check_epochs
 from gemini_ft.state.left_out import Generators, left_out
-from gemini_ft.state.loop import EpochBegin, LoopWatch
+from gemini_ft.state.loop import LoopWatch
 from gemini_ft.state.remembered import Attributes
-from gemini_ft.state.rng import GivenGenerator, private_generators
+from gemini_ft.state.rng import private_generators
 
 
 class Holder:
@@ -75,37 +75,31 @@ def test_only_an_epoch_that_was_gone_through_is_one_that_is_repeated() -> None:
         check_epochs([through], then=scalars, now=scalars)
 
 
-@pytest.mark.parametrize("trains", [False, True])
-def test_what_a_loop_does_again_before_an_epoch_goes_on_is_undone_or_named(
-    trains: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("does", ["the same seed", "another seed", "draws", "nothing", "steps first"])
+def test_a_seed_that_is_set_again_before_an_epoch_goes_on_is_named_and_stays(
+    does: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not what it does once it trains."""
+    """Not what an undisturbed loop may do as well: another seed for each step, numbers that it draws before the batch."""
     monkeypatch.setattr(iterators, "resumption", iterators.Resumption())
-    model, data = nn.Linear(2, 1), gemini_ft.resumable(DataLoader(range(8), 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler, drawn = lr_scheduler.ExponentialLR(optimizer, 0.5), GivenGenerator(torch.Generator())
+    data: Any = gemini_ft.resumable(DataLoader(range(8), 2))  # type: ignore[arg-type]
+    torch.manual_seed(7)
     batches = iter(data)
     next(batches)
-    position = data.state_dict()
-    data.load_state_dict(position)
-    state = PlainState.of(model, optimizer, None)
-    iterators.resumption.before_first = EpochBegin(state.hyperparameters, {"data": data, "drawn": drawn, "scheduler": scheduler}).over
-    before = torch.get_rng_state()
-    if trains:
-        model(torch.ones(2))
-    with torch.no_grad():
-        model(torch.ones(2))
-    optimizer.step()
-    scheduler.step()
-    torch.manual_seed(99)
-    drawn.generator.manual_seed(99)
+    torch.randn(3)
+    data.load_state_dict(data.state_dict())
+    iterators.resumption.note_resume()
+    if does == "steps first":
+        iterators.resumption.random = None
+    if does == "draws":
+        torch.randn(3)
+    elif does != "nothing":
+        torch.manual_seed(8 if does == "another seed" else 7)
+    expected = torch.get_rng_state()
     assert [batch.tolist() for batch in data] == [[2, 3], [4, 5], [6, 7]]
-    assert torch.equal(torch.get_rng_state(), before) != trains
-    assert [*data] != []
-    named = [line for line in caplog.messages if "changes what it has resumed before its data goes on in the middle of an epoch" in line]
-    assert len(named) == (not trains)
-    changed = ("lr of optim0 (SGD): 0.1 -> 0.05", "last_epoch of state['scheduler']: 0 -> 1", "state of state['drawn']: ")
-    assert all(name in line for line in named for name in changed)
+    assert torch.equal(torch.get_rng_state(), expected)
+    named = [line for line in caplog.messages if line.startswith("this loop has set the seed 7 again between its resume and the batch")]
+    assert len(named) == (does == "the same seed")
+    assert iterators.resumption.random is None
 
 
 def test_loaders_of_two_owners_leave_nothing_to_go_on() -> None:
@@ -222,6 +216,16 @@ def test_the_place_in_an_inner_range_is_named_unless_it_is_kept(kept: bool, capl
             iteration += 1
             watched.look([nn.Linear(2, 1)], {}, [], {"epoch": epoch} | ({"place": place} if kept else {}), iteration)
     assert sum("changes place while it trains" in line for line in caplog.messages) == (not kept)
+
+
+def test_a_place_that_is_the_same_in_every_snapshot_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
+    """Steps inside of an accumulation."""
+    watched, iteration = LoopWatch(), int("0")  # as resume() gives it
+    for epoch in range(6):
+        for micro in range(4):
+            iteration += 1
+            watched.look([nn.Linear(2, 1)], {}, [], {"epoch": epoch}, iteration, micro == 3)
+    assert not caplog.messages
 
 
 def test_flags_are_named_and_what_a_loop_only_adds_to_is_told_apart(caplog: pytest.LogCaptureFixture) -> None:

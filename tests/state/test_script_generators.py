@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler
 
 import gemini_ft
 from gemini_ft.state.rng import randomness, rng_state, script_generators, set_rng_state
@@ -32,6 +32,23 @@ class Holding:
 
 
 held = Holding()
+
+
+class Mixing(Dataset[torch.Tensor]):
+    """Draws from a generator of its own, and has seen more than can be kept."""
+
+    def __init__(self) -> None:
+        self.rng, self.seen = np.random.default_rng(0), list[float]()
+
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.seen.append(self.rng.random())
+        return torch.tensor(index + self.seen[-1])
+
+
+mixing = Mixing()
 
 
 def noisy(samples: list[int]) -> Any:
@@ -87,6 +104,25 @@ def test_a_sampler_and_the_loop_go_on_with_generators_of_the_script(make: Any, w
     assert [take(batches) for _ in range(7)] == expected[5:]
 
 
+def test_a_dataset_in_a_variable_of_the_script_keeps_its_own_generator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is none of the process's: what it has seen is loaded again with it."""
+
+    def started() -> tuple[Any, Any]:
+        monkeypatch.setitem(globals(), "mixing", Mixing())
+        script_generators()
+        data = gemini_ft.resumable(DataLoader(mixing, batch_size=4))
+        return data, iter(data)
+
+    first, batches = started()
+    seen = [next(batches).tolist() for _ in range(20)]  # more than 64 samples
+    position = first.state_dict()
+    expected = [next(batches).tolist() for _ in range(3)]
+    resumed, _ = started()
+    resumed.load_state_dict(position)
+    batches = iter(resumed)
+    assert [next(batches).tolist() for _ in range(3)] == expected != seen[:3]
+
+
 def test_a_variable_that_is_bound_anew_is_read_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     assert script_generators()[f"{__name__}.numbers"] is numbers
     monkeypatch.setitem(globals(), "numbers", np.random.default_rng(2))
@@ -101,6 +137,7 @@ def test_generators_have_the_names_of_their_variables() -> None:
         f"{__name__}.numbers",
         f"{__name__}.Holding.numbers",
         f"{__name__}.held.own",
+        f"{__name__}.mixing.rng",
     }
 
 

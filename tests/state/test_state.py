@@ -694,3 +694,20 @@ def test_what_is_loaded_over_what_was_resumed_is_named(caplog: pytest.LogCapture
             for handle in handles:
                 handle.remove()
     assert [line.partition(" that ")[0] for line in caplog.messages] == ["a Linear", "a SGD"]
+
+
+class WithoutConstructor(torch.optim.Optimizer):
+    """As Lookahead in pytorch_optimizer and in timm, which call no constructor of torch's."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, inner.defaults
+
+
+def test_what_cannot_be_watched_is_no_reason_to_end_a_resume(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    handles = name_loads([model], [WithoutConstructor(inner), inner])
+    inner.load_state_dict(inner.state_dict())
+    for handle in handles:
+        handle.remove()
+    assert [line.partition(" that ")[0] for line in caplog.messages] == ["a SGD"]
