@@ -57,7 +57,7 @@ class Resumption:
         if torch.equal(now, seeded) and not torch.equal(now, then) and _seed_of(then) == torch.initial_seed():
             _log.warning(
                 "this loop has set the seed %d again between its resume and the batch with which an epoch goes on in its middle: if it "
-                "does so when an epoch begins, what it draws from here on (dropout) is other than without a failure. Set it only where an epoch "
+                "does so when an epoch begins, what it draws from here on (dropout) is other than without a failure. Set it where an epoch "
                 "begins at its first batch: in a plain loop, `if loader.batches_done == 0:`",
                 torch.initial_seed(),
             )

@@ -234,14 +234,15 @@ def test_a_worker_may_end_in_any_way_and_a_survivor_come_late(plain: Outcome, tm
 
 
 def test_a_survivor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
-    """And a rank that waits for it stays."""
+    """And a rank that waits for it stays, unless it waits for one that is stopped while the group is made."""
     whole = job(tmp_path / "whole", keeper="nothing", restart="process", workers=3)
     deeds = [f"{number}:0:{4 + 2 * number}:{deed}" for number, deed in enumerate(["stop", "sleep", "swallow"])]
     outcome = job(tmp_path / "job", *deeds, "0:1:4:raise", "1:1:6:raise", "2:1:8:raise", "3:1:start:stop", workers=3, timeout="2")
     assert (whole.status, outcome.status) == (0, 0), outcome.output
     assert outcome.bits == whole.bits
-    assert [len({*rank.pids}) for rank in outcome.ranks] == [4, 2, 1], outcome.output
-    assert outcome.output.count("has not come back within 2 s (in_place_timeout)") == 3
+    assert [len({*rank.pids}) for rank in outcome.ranks][:2] == [4, 2], outcome.output
+    assert len({*outcome.ranks[2].pids[:4]}) == 1, outcome.output
+    assert outcome.output.count("has not come back within 2 s (in_place_timeout)") in (3, 4)
     assert outcome.output.count("was stopped before its first step, for 2 s (in_place_timeout)") == 1
 
 
