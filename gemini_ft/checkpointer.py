@@ -215,7 +215,7 @@ class Checkpointer:
         self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
         with self.putting_back():
             take_rng_state(found.extras["rng"], found.new_rank)
-            iterators.resumption.note_resume()
+            self.note_resume(self._stateful)
             self._after_resume = name_loads(self._models.values(), every_optimizer(self._optimizers).values())
         return found.iteration
 
@@ -469,6 +469,12 @@ class Checkpointer:
             read = ", ".join(f"{nbytes:,} bytes from {where}" for where, nbytes in sorted(self.stats.restored.items()))
             _log.info("resumed at iteration %d: rank 0 read %s in %.2f s", self._iteration, read or "nothing", self.stats.restore_seconds)
 
+    def note_resume(self, state: Mapping[str, Any]) -> None:
+        """Records that all has been put back: a seed that is set again, and the first step of present schedulers, are seen from here on."""
+        if self.config.elastic:
+            self._scheduled = check_schedulers(state, {})
+        iterators.resumption.note_resume()
+
     def save(self, iteration: int, extras: Any) -> None:
         """Takes a snapshot of the state after ``iteration``: some state is copied now, the rest in the background.
 
@@ -672,8 +678,6 @@ class Checkpointer:
     def _take_census(self) -> None:
         """Refuses state that is not captured, at the first snapshot and after a change; shows it for ``gemini run --explain``."""
         if self.census.is_due():
-            if self.config.elastic:
-                self._refuse_fixed()
             found = self.census.take()
             if os.environ.get(EXPLAIN) and self._joined.session.rank == 0:
                 print(f"gemini: state of rank 0, stream {self.name}, after iteration {self._iteration}\n{table(found)}", flush=True)
@@ -702,6 +706,7 @@ class Checkpointer:
     def _save(self, iteration: int, extras: Any) -> None:
         self._find_gradients(is_late=self._was_bound_at_open)
         if self.config.elastic:
+            self._refuse_fixed()
             extras = extras | {"accumulation": self.accumulation}
         self._take_census()
         self._joined.record(iteration, self._state, extras, self._hyperparameters.saved())
@@ -712,11 +717,10 @@ class Checkpointer:
     def _refuse_fixed(self) -> None:
         """Refuses, for ``elastic: batch``, a state that another number of ranks could not load."""
         why = ""
-        if self._gradients is not None:
-            if not is_elastic(self._gradients):
-                why = "a gradient pipeline, whose residuals belong to each rank"
+        if self._gradients is not None and not is_elastic(self._gradients):
+            why = "a gradient pipeline, whose residuals belong to each rank"
         elif isinstance(self._bound, PlainState):
-            why = self._bound.why_fixed(self._joined.session.world_size)
+            why = self._bound.why_fixed(self._joined.session.world_size, has_local_steps=self._gradients is not None)
         elif not self._resizable:
             why = f"the state of a {type(self._bound).__name__}, which as many ranks load"
         if why:

@@ -35,6 +35,7 @@ from gemini_ft.state.tensors import Live, Role, Source, describe
 
 _STAGED = "gemini_ft.staged"  # key of what `GeminiWriter.stage` returns: the step that has been copied
 _OF_WRITERS: Mapping[str, Any] = {  # options: the agents see a worker make a step only when it saves
+    "elastic": None,
     "interval": 1,
     "on_late": "wait",
     "hang_timeout": 0,
@@ -256,8 +257,8 @@ class GeminiWriter(StorageWriter, AsyncStager):
             raise ConfigError(f"GeminiWriter sets {', '.join(given)} itself, as it saves what and when the script says; leave it out")
         self._state, self._thread = WrittenState(replicated), threading.current_thread()
         traffic = options.get("traffic", {})
-        traffic = {"when": "ready"} | traffic if isinstance(traffic, Mapping) else traffic
-        config = load_config(options | {"traffic": traffic} | _OF_WRITERS)
+        traffic = {"when": "ready", **traffic} if isinstance(traffic, Mapping) else traffic
+        config = load_config({**options, "traffic": traffic, **_OF_WRITERS})
         self._checkpointer = Checkpointer(config=config, name=name, resizable=True)
         self._checkpointer.bind_state(self._state)
         found = self._checkpointer.open()

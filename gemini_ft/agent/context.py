@@ -103,7 +103,7 @@ class StreamContext:
         self.custodians = Custodians(self.workers)  # the workers that keep replicas' memory safe
         self.slot_store = SlotStore(self)  # the memory of all slots
         self.counters = dict.fromkeys(_COUNTED, 0)  # figures for ``gemini status``
-        self.measures = Measures()  # figures that ``gemini top``, ``gemini watch`` and ``/metrics`` need besides
+        self.measures = Measures(run.host)  # figures that ``gemini top``, ``gemini watch`` and ``/metrics`` need besides
 
     def log(self, text: str) -> None:
         self.run.log(f"[{self.name}] {text}")

@@ -71,6 +71,8 @@ class MeanInterval:
 class Measures:
     """Figures of one stream on one host since this agent began.
 
+    ``host``: its name.
+
     Attributes:
         step: the newest step that a worker of this host has ended; None: none yet.
         step_pace: how long steps take here.
@@ -84,7 +86,8 @@ class Measures:
         time: the time of the run by phase, as this host sees it; it goes on from what other agents, or a stored checkpoint, have kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "") -> None:
+        self._host = host
         self.step: int | None = None
         self.step_pace, self.commit_pace, self._commits = MeanInterval(), MeanInterval(), 0
         self.commit_seconds, self.blocked_seconds, self.waited_seconds = Distribution(), Distribution(), Distribution()
@@ -99,13 +102,13 @@ class Measures:
     def opened(self, number: int, resumed: Version | None, is_restart: bool, past: PastTime) -> None:
         """Begins a new incarnation; a restart is counted under the cause that was seen here."""
         now = time.monotonic()
-        since = now - past.under_way if past.under_way is not None else None
-        if past.time is not None or since is not None:
-            self.time.go_on(past.time or RunTime(seconds={}), time.time() - now, since)
+        joined = now - (past.under_way or 0.0)
+        if past.time is not None or past.under_way is not None:
+            self.time.go_on(past.time or RunTime(seconds={}), time.time() - now, joined - past.waited)
         if past.waited:
-            self.time.waited(now, past.waited)
-        self.time.joined(now if since is None else since, number, resumed.iteration if resumed is not None else 0)
-        self._is_restoring = resumed is not None
+            self.time.waited(joined, past.waited)
+        self.time.joined(joined, number, resumed.iteration if resumed is not None else 0)
+        self._is_restoring = resumed is not None and past.under_way is None
         if is_restart:
             self.restarts[self._cause or "elsewhere"] += 1
         self._cause = ""
@@ -153,7 +156,7 @@ class Measures:
         """Records the end of a worker; the first end since the last restart is the cause of the next one, and the others follow from it."""
         if not self._cause:
             self._cause, self.failed_at[cause] = cause, time.time()
-        self.time.failed(time.monotonic(), cause, "", stood=stood)
+        self.time.failed(time.monotonic(), cause, self._host, stood=stood)
 
     def kept(self) -> RunTime | None:
         """The time of the run, for agents that come later; None: there is none yet."""
@@ -173,9 +176,7 @@ class Measures:
             "restarts": self.restarts,
             "failed_at": self.failed_at,
             "run": asdict(kept) if (kept := self.kept()) is not None else None,
-            "seconds": {
-                phase.replace(" ", "_"): seconds - self.time.earlier.get(phase, 0.0) for phase, seconds in self.time.seconds.items()
-            },
+            "seconds": {phase.replace(" ", "_"): seconds for phase, seconds in self.time.own.items()},
             "commit_seconds": self.commit_seconds.account(),
             "blocked_seconds": self.blocked_seconds.account(),
             "waited_seconds": self.waited_seconds.account(),

@@ -130,11 +130,6 @@ class AgentSession:
         return self.failover.leader.unheard(time.monotonic()) if self.failover.leader is not None else []
 
     @property
-    def gone(self) -> list[str]:
-        """The hosts among them that have no connection any more, on the host that leads."""
-        return self.failover.leader.missing(time.monotonic()) if self.failover.leader is not None else []
-
-    @property
     def is_obeyed(self) -> bool:
         """Whether this host leads, and it is certain that no other one does by now."""
         return self.failover.leader is not None and self.failover.leader.is_obeyed

@@ -119,7 +119,7 @@ class Stream:
         context.spec = spec
         self._figures.clear()
         is_restart = not readopt and (before is not None or self.inherited is not None)
-        context.measures.opened(spec.incarnation.number, None if readopt else spec.resumed, is_restart, past)
+        context.measures.opened(spec.incarnation.number, spec.resumed, is_restart, past)
         self.present_session = AgentSession(self, spec, readopt)
         if readopt:
             self._repeat_reports()  # workers that are choosing go on, and the copies they were shown are kept
@@ -453,7 +453,6 @@ class Stream:
             "reaches_leader": session is not None and session.reaches_leader,
             "job": session.job if session is not None else None,
             "unheard": session.unheard if session is not None else [],
-            "gone": session.gone if session is not None else [],
             "committed": host.committed.iteration if host.committed else None,
             "committed_age": min(ages, default=None),
             "command": self.launch.command if self.launch is not None else [],

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 
 from gemini_ft.cli.commands import documents_of
 from gemini_ft.config import load_config
-from gemini_ft.core.goodput import BookedTime, FailureCost, Phase, RunTime, TimeLedger, by_cause, longer
+from gemini_ft.core.goodput import LATEST, BookedTime, FailureCost, Phase, RunTime, TimeLedger, by_cause, longer
 from gemini_ft.core.words import in_words, table
 from gemini_ft.errors import ConfigError
 from gemini_ft.events import read_events
@@ -25,7 +25,6 @@ from gemini_ft.storage.checkpoints import examine
 from gemini_ft.storage.opening import open_existing
 
 _LOST = (Phase.DETECTION, Phase.RENDEZVOUS, Phase.STORAGE, Phase.RESTORE, Phase.REPLAY, Phase.STALL)
-_LATEST = 1e11  # seconds: no clock says that
 
 
 def command(argv: Sequence[str]) -> int:
@@ -167,7 +166,7 @@ def _is_event(line: Mapping[str, Any]) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and -_LATEST < value < _LATEST  # and no NaN
+    return isinstance(value, int | float) and -LATEST < value < LATEST  # and no NaN
 
 
 def _seconds(value: Any) -> float:

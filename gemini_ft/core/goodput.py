@@ -6,13 +6,18 @@ time between an orderly end and the next start of the run belongs to none.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+MOST_FAILURES = 2**10  # of a ledger that somebody else has kept
+LATEST = 5e10  # seconds before or after 1970: no clock says that
 _KEPT = 8  # failures that are kept each by itself; of the older ones those of a cause are added up
-_MOST = 2**10  # failures of a ledger that somebody else has kept
+_CAUSES = 64  # that are told apart
+_REST = "other"  # the cause of all further ones
+_LONGEST = 2**10  # characters of a cause, or of a host's name
+_MOST_SECONDS = 1e12  # of a phase
+_MOST = 2**53 - 1  # of a step, an incarnation or a count
 
 
 class Phase(StrEnum):
@@ -40,14 +45,13 @@ class FailureCost:
     count: int = 1  # number of failures of one cause that are added up here; the rest is told of the last of them
     seconds: dict[Phase, float] = field(default_factory=dict)  # time lost by phase, the replay included
 
-    def __post_init__(self) -> None:
-        _refuse_wrong(self.seconds)
-
 
 def by_cause(failures: Iterable[FailureCost]) -> list[FailureCost]:
-    """Adds up the failures of each cause, in the order in which the causes came first."""
+    """Adds up the failures of each cause, in the order in which the causes came first; beyond 64 causes, those of all others."""
     found: dict[str, FailureCost] = {}
     for failure in failures:
+        if failure.cause not in found and len(found) >= _CAUSES:
+            failure = replace(failure, cause=_REST)
         if (before := found.get(failure.cause)) is not None:
             phases = before.seconds.keys() | failure.seconds.keys()
             seconds = {phase: before.seconds.get(phase, 0.0) + failure.seconds.get(phase, 0.0) for phase in phases}
@@ -77,12 +81,13 @@ class RunTime(BookedTime):
     """A ledger as it is kept: in the manifest of each checkpoint, and by ranks that join for hosts whose agents are new.
 
     Attributes:
-        seconds: time of the run by phase.
+        seconds: time of the run by phase; a phase that is not given has had none.
         incarnation: number of the last attempt.
         furthest: the newest step that was trained.
         failures: the oldest first, in seconds of the system's clock; of each cause the older ones are added up.
         is_lost: whether the time from here on is lost to the newest failure.
         is_over: whether the last attempt has come to an orderly end.
+        is_done: whether it has finished its work.
     """
 
     seconds: dict[Phase, float]
@@ -91,16 +96,24 @@ class RunTime(BookedTime):
     failures: tuple[FailureCost, ...] = ()
     is_lost: bool = False
     is_over: bool = False
+    is_done: bool = False
 
     def __post_init__(self) -> None:
-        _refuse_wrong(self.seconds)
-        if len(self.failures) > _MOST or (self.is_lost and not self.failures):
+        """Refuses what no ledger comes to: it may have been read from storage, and goes on into every later one."""
+        if len(self.failures) > MOST_FAILURES or (self.is_lost and not self.failures):
             raise ValueError(f"{len(self.failures)} failures")
+        _refuse_wrong(self.seconds, self.incarnation, self.furthest)
+        for failure in self.failures:
+            _refuse_wrong(failure.seconds, failure.step, failure.incarnation, failure.resumed or 0, failure.count)
+            if not (-LATEST < failure.at < LATEST) or failure.count < 1 or max(len(failure.cause), len(failure.host)) > _LONGEST:
+                raise ValueError(f"{failure.count} failures at {failure.at!r}")
+        for phase in Phase:
+            self.seconds.setdefault(phase, 0.0)
 
 
 def longer(one: RunTime | None, other: RunTime | None) -> RunTime | None:
-    """The ledger of two that has seen more of the run."""
-    return max((each for each in (one, other) if each is not None), key=lambda each: each.total, default=None)
+    """The ledger of two that has seen the later attempt, or more of the same one."""
+    return max((each for each in (one, other) if each is not None), key=lambda each: (each.incarnation, each.total), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +122,7 @@ class PastTime:
 
     Attributes:
         time: that which is booked, for an agent that has not seen it; None: nothing.
-        waited: seconds for which the ranks waited for storage just now.
+        waited: seconds for which the ranks waited for storage before they joined.
         under_way: seconds for which the attempt has been at work, with another agent; None: it begins.
     """
 
@@ -118,9 +131,15 @@ class PastTime:
     under_way: float | None = None
 
 
-def _refuse_wrong(seconds: Mapping[Phase, float]) -> None:
-    if wrong := [value for value in seconds.values() if not (0 <= value < math.inf)]:
+def _refuse_wrong(seconds: Mapping[Phase, float], *numbers: int) -> None:
+    if wrong := [value for value in seconds.values() if not (0 <= value <= _MOST_SECONDS)]:
         raise ValueError(f"{wrong[0]!r} seconds")
+    if beyond := [number for number in numbers if not (0 <= number <= _MOST)]:
+        raise ValueError(f"number {beyond[0]!r}")
+
+
+def _possible(seconds: Mapping[Phase, float]) -> dict[Phase, float]:
+    return {phase: max(0.0, min(value, _MOST_SECONDS)) for phase, value in seconds.items()}
 
 
 class TimeLedger(BookedTime):
@@ -134,8 +153,8 @@ class TimeLedger(BookedTime):
     def __init__(self, began: float) -> None:
         self.seconds = dict.fromkeys(Phase, 0.0)  # time by phase, up to the last call
         self.failures: list[FailureCost] = []  # the oldest first; of each cause the older ones are added up
-        self.earlier: Mapping[Phase, float] = {}  # the part of ``seconds`` that others had booked before this ledger began
-        self._at = began
+        self.own = dict.fromkeys(Phase, 0.0)  # the part of ``seconds`` that came after ``began``, and that no other ledger had booked
+        self._began = self._at = began
         self._is_running = False  # an attempt is under way, and no failure of it is known
         self._incarnation = 0
         self._joined_at = began  # the last rank of the present attempt, so far
@@ -149,40 +168,52 @@ class TimeLedger(BookedTime):
         self._is_done = False  # the last attempt had finished its work, and no other one has begun
         self._is_lost = False  # the present time is booked to the newest failure, too
 
-    def go_on(self, before: RunTime, clock: float, since: float | None = None) -> None:
-        """Goes on from what others have booked of the run, unless this ledger has seen an attempt itself.
+    def go_on(self, before: RunTime, clock: float, at: float) -> None:
+        """Goes on from what others have booked of the run, unless this ledger has seen the same attempts itself.
+
+        If their last attempt has neither ended orderly nor is known to have failed, nobody is left to tell why it failed.
 
         Args:
             before: their ledger.
             clock: seconds that this ledger's clock is behind theirs.
-            since: the beginning of the attempt that is under way; None: one is about to begin, after an end of which nobody is left
-                to tell the cause if ``before`` does not.
+            at: when the ranks of the next attempt were about to join, or to wait for storage; a new ledger books from its beginning on,
+                or from ``at`` if that was earlier, another one from ``at`` on.
         """
-        if self._incarnation:
+        if self._incarnation and before.incarnation <= self._incarnation:
             return
-        self.earlier = before.seconds
-        for phase, seconds in before.seconds.items():
-            self.seconds[phase] += seconds
-        self.failures[:0] = [replace(failure, at=failure.at - clock, seconds=dict(failure.seconds)) for failure in before.failures]
+        self._at = at if self._incarnation else min(self._at, at)
+        unseen = dict.fromkeys(Phase, 0.0) if self._incarnation else self.seconds
+        self.seconds = {phase: before.seconds[phase] + seconds for phase, seconds in unseen.items()}
+        self.failures = [replace(failure, at=failure.at - clock, seconds=dict(failure.seconds)) for failure in before.failures]
         self._incarnation, self._step, self._furthest = before.incarnation, before.furthest, before.furthest
-        self._is_lost = before.is_lost
-        if since is not None:
-            self._at = since
-        elif not (before.is_lost or before.is_over):
+        self._is_lost, self._is_done = before.is_lost, before.is_done
+        self._is_running = self._is_over = self._is_interrupted = False
+        self._booked, self._charged = 0.0, None
+        if before.incarnation and not (before.is_lost or before.is_over):
             self._begin_failure(at=self._at, cause="", host="")
 
     def kept(self, clock: float) -> RunTime | None:
         """The ledger up to the last call, for others whose clock is ``clock`` seconds ahead; None: it has seen no attempt yet."""
         if not self._incarnation:
             return None
-        failures = tuple(replace(failure, at=failure.at + clock, seconds=dict(failure.seconds)) for failure in self.failures)
+        failures = tuple(
+            replace(
+                failure,
+                at=min(max(failure.at + clock, 1 - LATEST), LATEST - 1),
+                host=failure.host[:_LONGEST],
+                count=min(failure.count, _MOST),
+                seconds=_possible(failure.seconds),
+            )
+            for failure in self.failures
+        )
         return RunTime(
-            seconds=dict(self.seconds),
+            seconds=_possible(self.seconds),
             incarnation=self._incarnation,
             furthest=self._furthest,
             failures=failures,
             is_lost=self._is_lost,
             is_over=self._is_over,
+            is_done=self._is_done or (self._is_over and not self._is_interrupted),
         )
 
     def joined(self, at: float, incarnation: int, step: int) -> None:
@@ -243,6 +274,9 @@ class TimeLedger(BookedTime):
             if (moved := min(stood - booked[Phase.DETECTION], self._booked, self.seconds[self._trained])) > 0:
                 self.seconds[self._trained] -= moved
                 self.seconds[Phase.DETECTION] += moved
+                seen = min(moved, self.own[self._trained])
+                self.own[self._trained] -= seen
+                self.own[Phase.DETECTION] += seen
                 booked[Phase.DETECTION] += moved
                 if self._charged is not None:
                     self._charged.seconds[self._trained] -= moved
@@ -277,6 +311,7 @@ class TimeLedger(BookedTime):
         if begins is not None:
             self._begin_failure(at, *begins)
         seconds = max(0.0, at - self._at)
+        self.own[phase] += max(0.0, at - max(self._at, self._began))
         self._at = max(self._at, at)
         self.seconds[phase] += seconds
         if self._is_lost:

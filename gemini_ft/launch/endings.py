@@ -183,11 +183,10 @@ def account_of(run: str, seconds: float = lifecycle.ANSWER_SECONDS) -> dict[str,
         return {}
 
 
-def unheard(run: str) -> dict[str, bool]:
-    """The lasting names of the hosts of which this host's agent hears nothing, if it leads; whether they have no connection any more."""
+def unheard(run: str) -> set[str]:
+    """The lasting names of the hosts of which this host's agent hears nothing, if it leads the commits of a run."""
     streams = account_of(run, _UNHEARD_SECONDS).get("streams", {}).values()
-    found = [(host, host in stream.get("gone", ())) for stream in streams for host in stream.get("unheard", ())]
-    return {name: is_gone for host, is_gone in found for name in lasting_names(host)}
+    return {name for stream in streams for host in stream.get("unheard", ()) for name in lasting_names(host)}
 
 
 def tell_spares(run: str, waiting: int, lacking: int) -> bool:
@@ -230,7 +229,7 @@ class Endings:
         shown: the failure that is final, of one worker; the others' failures mostly follow from it, or are the same.
         has_begun: whether workers have been started.
         has_drained: whether a worker has left after a committed step; where a drain has begun, workers may as well have failed before.
-        waits_since: when the workers first failed only because such hosts are absent, and have ever since; None: they have not.
+        waits_since: when the workers first failed only because such hosts are absent, and have in each attempt since; None: they have not.
     """
 
     def __init__(self, notes: Notes, run: str, join_seconds: float = math.inf) -> None:
@@ -239,12 +238,20 @@ class Endings:
         self.has_begun = self.has_drained = False
         self._notes, self._run, self._join_seconds = notes, run, join_seconds
         self.waits_since: float | None = None
-        self._waits = 0  # how often workers had said so at the last failure
+        self._attempt: object = None  # torch's context of the workers that were looked at last
+        self._waits = 0  # how often workers had said so before that attempt
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
         self._has_warned = False
         self._hang: dict[str, Any] | None = None  # the last one that was said
         self.hung: set[int] = set()  # ranks that kept the job waiting, if the last failure is that
+
+    def follow(self, attempt: object) -> None:
+        """Begins with another attempt, if it is one: mostly the one before has not failed here, but on another host."""
+        if attempt is not self._attempt:
+            before, self._attempt, self._waits = self._waits, attempt, self._notes.count(WAITS)
+            if self._waits == before:
+                self.waits_since = None
 
     def judge(self, failures: Iterable[ProcessFailure]) -> bool:
         """Workers have failed; whether that is final."""
@@ -273,8 +280,7 @@ class Endings:
 
     def _judge_wait(self, failed: Sequence[ProcessFailure]) -> None:
         """Ends the job where absent hosts have been waited for long enough."""
-        before, self._waits = self._waits, self._notes.count(WAITS)
-        if self.status or self._waits == before:
+        if self.status or self._notes.count(WAITS) == self._waits:
             self.waits_since = None
         elif self.waits_since is None:
             self.waits_since = time.monotonic()
@@ -348,6 +354,7 @@ def final_endings(
 
     def monitor(agent: LocalElasticAgent, group: WorkerGroup) -> RunResult:
         endings.has_begun = True
+        endings.follow(agent._pcontext)
         health.ranks = {worker.global_rank for worker in group.workers}
         grace.await_news(agent._pcontext, interval)
         if notes.have(DRAINED):
@@ -361,7 +368,7 @@ def final_endings(
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0
         elif result.is_failed() and endings.waits_since is not None:
-            agent._remaining_restarts += agent._remaining_restarts > 0  # the restart that follows is none of a failure
+            agent._remaining_restarts += 1  # the restart that follows is none of a failure
         elif result.is_failed() and endings.hung & health.ranks:
             health.suspect("as it kept the job waiting")
         elif result.state == WorkerState.HEALTHY:

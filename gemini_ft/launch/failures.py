@@ -89,7 +89,7 @@ def refusal_behind(error: BaseException | None) -> GeminiError | None:
 
 
 def own_failure(error: BaseException) -> BaseException:
-    """What has failed on this rank, where torch.distributed.checkpoint has wrapped the failures of all ranks into an error; else the error.
+    """The failure of this rank, where torch.distributed.checkpoint has wrapped those of all ranks into an error; else the error.
 
     Its CheckpointException is no Exception, and hides the end of a drained rank, a refusal, or an attempt that is over. A PeerError where
     only other ranks have failed.

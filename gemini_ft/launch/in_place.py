@@ -35,7 +35,7 @@ NEVER = "never"  # and while its attempt goes on: it cannot stay after it
 BEGUN, ARRIVED = "begun", "arrived"  # it has the order to begin the next attempt; it has made a step in it
 _REFUSAL = "worker (pid %d) does not stay, and another one is started: %s"
 _LATE = "a surviving worker (pid %d) has not come back within %g s (in_place_timeout): killing it, another one is started"
-_STOPPED = "a surviving worker (pid %d) was stopped before its first step, for %g s (in_place_timeout): killing it"
+_STOPPED = "a surviving worker (pid %d) was stopped before it had reported a step, for %g s (in_place_timeout): killing it"
 _LATE_RESERVE = "a worker in reserve (pid %d) has not come to gemini_ft.run within %g s: killing it, another one is started"
 _ON_ITS_WAY = 300.0  # seconds, at most, for a worker in reserve that has not come to `gemini_ft.run` when it is needed
 _KILL_SECONDS = 30.0  # for the kernel to end a process that was killed
@@ -64,7 +64,9 @@ class Attempt:
         self._before = before  # until the worker has come back from it
         self._status: int | None = None  # with which it has ended, while the process lives
         self._ended_at = 0.0
-        self._begins_by: float | None = None  # until when the worker must have taken the order to begin, or go on if it is stopped
+        self._begins_by: float | None = None  # until when the worker must have taken the order to begin; None once it has made a step
+        self._stopped_at: float | None = None  # the last look, if the worker was stopped then
+        self._stopped_for = 0.0  # seconds since the first such look, as far as this process has run meanwhile
         self.patience = survivors.seconds
         self.process: Process = before.process if before is not None else survivors.new(start())
         self.pid = self.process.pid
@@ -128,17 +130,22 @@ class Attempt:
 
         From its first step on the agent alone watches it.
         """
-        word, is_late = self._survivors.last_word(self.process.pid), time.monotonic() >= until
+        word, now, seconds = self._survivors.last_word(self.process.pid), time.monotonic(), self._survivors.seconds
         if word == ARRIVED:
             self._begins_by = None
-        elif word == BEGUN and not _is_stopped(self.process.pid):
-            self._begins_by = time.monotonic() + self._survivors.seconds
-        elif is_late:
-            logger.warning(_STOPPED if word == BEGUN else _LATE, self.process.pid, self._survivors.seconds)
-            if word == BEGUN:  # others may have met it
-                self._survivors.kill(self.process)
-            else:
+        elif word != BEGUN:
+            if now >= until:
+                logger.warning(_LATE, self.process.pid, seconds)
                 self._replace()
+        elif not _is_stopped(self.process.pid):
+            self._stopped_at, self._stopped_for = None, 0.0
+        else:
+            if self._stopped_at is not None:  # at most half between two looks: this process may have been stopped, too
+                self._stopped_for += min(now - self._stopped_at, seconds / 2)
+            self._stopped_at = now
+            if self._stopped_for >= seconds:
+                logger.warning(_STOPPED, self.process.pid, seconds)
+                self._survivors.kill(self.process)  # others may have met it
 
     def _replace(self) -> None:
         self._survivors.kill(self.process)

@@ -13,8 +13,8 @@
   method; here that name comes from the frame alone.
 - A host is dead when what it writes has not changed for as long by the reader's monotonic clock; no other host's clock counts. Half of that
   is enough if the agent that leads the commits hears nothing of it either, while hosts come together or once this one has left a complete
-  round. Then that host's launcher writes so into the state, and a spare takes the place at once if the lost agent's connections are closed,
-  too. Where a host is lost and no worker fails, as the network says nothing, those that train begin anew as soon as there is a spare.
+  round. Then that host's launcher writes so into the state. Where a host is lost and no worker fails, as the network says nothing, those
+  that train begin anew as soon as there is a spare.
 - A spare whose imports are not over leaves its turn to others.
 """
 
@@ -48,7 +48,6 @@ _HOSTS = "gemini_hosts"  # the number of hosts that the job's state is made for
 _WORLD = "gemini_world"  # a random name of the complete round: copies of it in two stores are one world
 _MEMBERS = "gemini_members"  # the names of the hosts that have taken part and may be at work
 _LOST = "gemini_lost"  # host that its agent's peers have lost, too -> its last sign of life: with a newer one it lives
-_GONE = "gemini_gone"  # those of them whose agent has no connections any more: it has ended, and is not only slow
 _KEPT = "gemini_kept"  # stream -> the hosts that have what was committed of it last, in the words of `gemini_ft.launch.notes`
 _ASKING = 0.2  # seconds between two questions to the agent
 _LONG = 0.1  # seconds: while an agent does not answer, this host gives no sign of life
@@ -154,7 +153,6 @@ class PatientJoin:
             members = members or frozenset(names[node] for node in participants if node in names)
             setattr(state, _WORLD, uuid.uuid4().hex)
             setattr(state, _LOST, {})
-            setattr(state, _GONE, frozenset())
         setattr(state, _MEMBERS, members)
         setattr(state, _KEPT, kept)
 
@@ -200,10 +198,8 @@ class PatientJoin:
             return waited >= _STUCK
         living = state.last_heartbeats.keys() - state.participants.keys() - state.redundancy_list - {ctx.node}
         missing = ctx.settings.max_nodes - len(state.participants) - len(_took_part(state, living))
-        if self._yields or not self._host.is_warm():  # others come first, if they are
-            return missing > 0 and waited >= self._host.patience * _YIELDING
-        gone = getattr(state, _GONE, frozenset()) - state.last_heartbeats.keys()
-        return missing > 0 and (waited >= self._host.patience or len(gone) >= missing)
+        is_ready = not self._yields and self._host.is_warm()  # else others come first, if they are
+        return missing > 0 and waited >= self._host.patience * (1 if is_ready else _YIELDING)
 
 
 def world_of(state: Any) -> str | None:
@@ -319,7 +315,7 @@ def nodes_waiting(original: Callable[[Any], int], host: LaunchingHost, handler: 
 
 
 def by_own_clock(
-    holder: Any, unheard: Callable[[], Mapping[str, bool]] = dict, is_over: Callable[[Any], bool] = lambda state: not state.complete
+    holder: Any, unheard: Callable[[], Collection[str]] = tuple, is_over: Callable[[Any], bool] = lambda state: not state.complete
 ) -> Any:
     """Torch's class that keeps the state of the rendezvous and drops hosts without a sign of life; this one asks no other host's clock.
 
@@ -327,7 +323,7 @@ def by_own_clock(
 
     Args:
         holder: the class.
-        unheard: the names of the hosts of which this host's agent hears nothing, and whether their connections are lost.
+        unheard: the names of the hosts of which this host's agent hears nothing.
         is_over: tells whether the round of a state is no longer at work.
     """
 
@@ -359,12 +355,10 @@ def by_own_clock(
                 names = unheard()
             except Exception:  # whatever an agent of another release answers: a recovery goes on without it
                 logger.debug("this host's agent could not be asked which hosts it has lost", exc_info=True)
-                names = {}
+                names = ()
             self._asks_from = now + (_REST if time.monotonic() - now > _LONG else _ASKING)
             if lost := {host: state.last_heartbeats[host] for host in missed if getattr(state, NAMES)[host] in names}:
                 setattr(state, _LOST, getattr(state, _LOST, {}) | lost)
-                gone = {host for host in lost if names[getattr(state, NAMES)[host]]}
-                setattr(state, _GONE, getattr(state, _GONE, frozenset()) | gone)
                 super().mark_dirty()
 
         def mark_dirty(self) -> None:
@@ -390,7 +384,7 @@ def pause(hosts: int) -> float:
 def better_rendezvous(
     hosts: int,
     notes: Notes,
-    unheard: Callable[[], Mapping[str, bool]] = dict,
+    unheard: Callable[[], Collection[str]] = tuple,
     tell: Callable[[int, int], bool] = lambda waiting, lacking: True,
     health: HostHealth | None = None,
 ) -> Iterator[LaunchingHost]:
@@ -401,7 +395,7 @@ def better_rendezvous(
     Args:
         hosts: of the job, at most.
         notes: of this host's workers.
-        unheard: the names of the hosts of which this host's agent hears nothing, and whether their connections are lost.
+        unheard: the names of the hosts of which this host's agent hears nothing.
         tell: tells that agent how many hosts wait as spares, and how many the job lacks; returns whether it has heard.
         health: of this host.
     """

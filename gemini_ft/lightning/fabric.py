@@ -315,7 +315,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
             restore_sync(state[name], wrapper)
         iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
         take_rng_state(found.extras["rng"], found.new_rank)
-        iterators.resumption.note_resume()
+        self.checkpointer.note_resume({name: item for name, item in others.items() if is_stateful(item)})
         return saved
 
     def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:

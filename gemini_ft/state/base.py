@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any, Protocol
 
@@ -18,12 +18,12 @@ from gemini_ft.state.hyperparameters import Given, of_groups
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.modules import Extras, apply_extras, collect_extras, destinations, findings, structure
 from gemini_ft.state.pending import PendingGradients
-from gemini_ft.state.placements import reads_of_part, words_of
+from gemini_ft.state.placements import KnownRuns, reads_of_part, words_of
 from gemini_ft.state.rebuilding import Changes, Structure, build, difference, local_shape, refuse
 from gemini_ft.state.rebuilding import describe as describe_all
 from gemini_ft.state.survey import Models, Survey, Surveyor
 from gemini_ft.state.tensors import HOST, Live, Source, describe, every_optimizer, local, placement_words, split_state_name
-from gemini_ft.state.worlds import why_fixed
+from gemini_ft.state.worlds import has_common_numbers, is_number, why_fixed
 
 declare(
     "gradients that an optimizer's step has used up",
@@ -150,6 +150,8 @@ class PlainState:
         self._described: Survey | None = None  # the survey that `_outline` was made of
         self._changes = Changes()
         self._named: set[str] = set()
+        self._judged: tuple[object, ...] = ()  # by which it is seen that another number of ranks may not be able to load it any more
+        self._why_fixed = ""
         self._born = Structure()
         self.remember()
         if before is not None:
@@ -230,6 +232,7 @@ class PlainState:
         sharded = {name for name, spec in stored.items() if words_of(spec.logical)}
         self._strides = {name: strides for name, strides in self._strides.items() if name not in sharded}
         if sharded:
+            _refuse_own(self._surveyor(), stored.values(), sharded, extras[source], then)
             _refuse_parts(extras[source], then)
         elif not self.is_replicated:
             raise WorldSizeError(f"modules and optimizers of {then} ranks that differ cannot be loaded by {world_size}")
@@ -238,8 +241,9 @@ class PlainState:
         as_then = {name: replace(stored[name], dtype=spec.dtype) for name, spec in now.items()}
         reads = plan_reads([as_then.get(name, item.spec) for name, item in live.items()], source, layouts)
         reads = [read for read in reads if read.name not in now]
+        known: KnownRuns = {}
         for name, spec in now.items():
-            reads += reads_of_part(name, layouts, words_of(spec.logical), spec.shape, spec.group, world_size)
+            reads += reads_of_part(name, layouts, words_of(spec.logical), spec.shape, spec.group, world_size, known=known)
         return sorted(reads, key=lambda read: (read.owner, read.offset)), {name: item.tensor for name, item in live.items()}, extras[source]
 
     def _placed_as_now(self, stored: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
@@ -253,9 +257,14 @@ class PlainState:
                 spec = replace(spec, shape=tuple(local(param).shape), logical=words)
             yield spec
 
-    def why_fixed(self, world_size: int) -> str:
-        """See `gemini_ft.state.worlds.why_fixed`."""
-        return why_fixed(self._surveyor(), self.is_replicated, world_size)
+    def why_fixed(self, world_size: int, has_local_steps: bool = False) -> str:
+        """See `gemini_ft.state.worlds.why_fixed`; cheap enough for every step."""
+        found = self._surveyor()
+        attributes = [len(vars(optimizer)) for optimizer in found.optimizers.values()]
+        judged = (found, self.is_replicated, world_size, has_local_steps, attributes)
+        if judged != self._judged:
+            self._judged, self._why_fixed = judged, why_fixed(found, self.is_replicated, world_size, has_local_steps)
+        return self._why_fixed
 
     def findings(self) -> Iterable[Finding]:
         found = self._surveyor()
@@ -293,6 +302,32 @@ class PlainState:
         """State of one module or several, one optimizer or several; options are those of the class."""
         named = {"model": models} if isinstance(models, nn.Module) else dict(models)
         return cls(named, list(optimizers) if isinstance(optimizers, Sequence) else [optimizers], replicated, **options)
+
+
+def _refuse_own(found: Survey, stored: Iterable[TensorSpec], sharded: Container[str], extras: Extras, then: int) -> None:
+    """Refuses state of sharded parameters that each former rank kept for its own part: nobody knows how to share it out.
+
+    Args:
+        stored: the tensors of a former rank.
+        sharded: the names of those that are parts of whole ones.
+        extras: of that rank.
+
+    Raises:
+        WorldSizeError: there is some.
+    """
+    parts = {id(param) for name, param in found.parameters.items() if name in sharded and isinstance(param, DTensor)}
+    common = {label: has_common_numbers(optimizer) for label, optimizer, param in found.with_state if id(param) in parts}
+    plain = [spec for spec in stored if spec.name not in sharded and split_state_name(spec.name)[0] in common]
+    names = [spec.name for spec in plain if spec.shape or not common[split_state_name(spec.name)[0]]]
+    for entry in extras.get("optimizers", ()):
+        for label, values in (*entry.get("state", {}).items(), *entry.get("linked", {}).items()):
+            if label in common:
+                names += [f"{label}.{key}" for key, value in values.items() if not (common[label] and is_number(value))]
+    if names:
+        raise WorldSizeError(
+            f"{', '.join(sorted(names)[:5])}: state of sharded parameters that is not sharded as they are is each rank's own; start {then} "
+            "ranks"
+        )
 
 
 def _refuse_parts(extras: Extras, then: int) -> None:

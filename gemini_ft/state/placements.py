@@ -21,6 +21,8 @@ _PLACEMENT = re.compile(r"_S\((\d+), (\d+)\)|S\((\d+)\)|R")
 
 Group = tuple[int, ...]
 Run = tuple[int, int, int]  # of elements: where it begins in one part and in another, and its length
+Placed = tuple[str, tuple[int, ...], Group]  # a part: words, its shape, the ranks that hold it
+KnownRuns = dict[tuple[Placed, int, Placed], list[Run]]  # in common, of a former part (of one of so many ranks) and a present one
 
 
 def words_of(logical: str) -> str:
@@ -68,7 +70,16 @@ def part_places(name: str, words: str, shape: Sequence[int], group: Group, world
     return indices
 
 
-def reads_of_part(name: str, then: Mapping[int, Layout], words: str, shape: Sequence[int], group: Group, world_size: int) -> list[Read]:
+def reads_of_part(
+    name: str,
+    then: Mapping[int, Layout],
+    words: str,
+    shape: Sequence[int],
+    group: Group,
+    world_size: int,
+    *,
+    known: KnownRuns | None = None,
+) -> list[Read]:
     """The reads that fill a part with what former ranks, of any number, had of its tensor.
 
     Args:
@@ -76,11 +87,13 @@ def reads_of_part(name: str, then: Mapping[int, Layout], words: str, shape: Sequ
         words: how the tensor is placed now.
         shape: of the part now.
         group: the ranks that hold it now, ``world_size`` of all.
+        known: what has been worked out for tensors placed alike, which a model's layers and their moments are; it is added to.
 
     Raises:
         LayoutMismatchError: they did not have all of it, or had a tensor of another shape.
     """
-    here = part_places(name, words, shape, group, world_size)
+    known = {} if known is None else known
+    now, here = (words, tuple(shape), group), list[torch.Tensor]()
     whole, _, _ = placement_of(name, words, world_size)
     pieces: dict[Group, list[tuple[int, Piece]]] = {}
     for owner, layout in then.items():
@@ -88,15 +101,18 @@ def reads_of_part(name: str, then: Mapping[int, Layout], words: str, shape: Sequ
             pieces.setdefault(piece.group, []).append((owner, piece))
     reads: list[Read] = []
     for holders, held in pieces.items():
-        first = held[0][1]
-        said = words_of(first.logical)
-        before, _, _ = placement_of(name, said, len(then))
-        if before != whole:
-            raise LayoutMismatchError(
-                f"{name} has shape {whole} now and {before} in the snapshot. Resume with the model that made it, or start afresh with "
-                "another run_id or resume='never'."
-            )
-        for there, at, length in _common(part_places(name, said, first.shape, holders, len(then)), here):
+        said, former = words_of(held[0][1].logical), held[0][1].shape
+        place = ((said, former, holders), len(then), now)
+        if place not in known:
+            before, _, _ = placement_of(name, said, len(then))
+            if before != whole:
+                raise LayoutMismatchError(
+                    f"{name} has shape {whole} now and {before} in the snapshot. Resume with the model that made it, or start afresh with "
+                    "another run_id or resume='never'."
+                )
+            here = here or part_places(name, *now, world_size)
+            known[place] = list(_common(part_places(name, said, former, holders, len(then)), here))
+        for there, at, length in known[place]:
             for owner, piece in held:
                 reads += Read.between(there, there + length, owner, piece, name, at - there)
     if (found := sum(read.stop - read.start for read in reads)) != math.prod(shape):

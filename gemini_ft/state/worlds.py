@@ -66,32 +66,44 @@ def carried_accumulation(extras: Mapping[str, Any], given: int, resize: Resize) 
     return resize.carried(int(found), "micro-batches of a step")
 
 
-def why_fixed(found: Survey, is_replicated: bool, world_size: int) -> str:
+def why_fixed(found: Survey, is_replicated: bool, world_size: int, has_local_steps: bool = False) -> str:
     """The reason why another number of ranks could not load this state; empty: it can.
 
     Args:
         is_replicated: whether plain parameters hold the same on all ranks.
+        has_local_steps: whether a gradient pipeline trains parameters on each rank alone, and averages them.
     """
     everyone = list(range(world_size))
     for name, param in found.parameters.items():
         if not isinstance(param, DTensor):
-            if not is_replicated:
+            if not (is_replicated or has_local_steps):
                 return f"a parameter that neither DistributedDataParallel nor fully_shard holds ({name})"
+        elif has_local_steps:
+            return f"a sharded parameter beside local steps ({name})"
         elif param.device_mesh.mesh.flatten().tolist() != everyone:
             return f"a parameter on a mesh without all ranks in their order ({name})"
+        elif any(type(item).__name__ == "_StridedShard" for item in param.placements):
+            return f"a parameter that two dimensions of a mesh cut along the same one (_StridedShard), as tensor parallelism does ({name})"
     for label, optimizer, param in found.labelled:
         if not isinstance(param, DTensor):
             continue
-        # The numbers that torch's optimizers keep for a parameter are the same on all ranks; those of others may follow from a part of it.
-        is_torchs, state = type(optimizer).__module__.startswith("torch.optim."), optimizer.state.get(param, {})
-        if odd := [key for key, value in state.items() if not (isinstance(value, DTensor) or (is_torchs and _is_number(value)))]:
+        state, has_numbers = optimizer.state.get(param, {}), has_common_numbers(optimizer)
+        if odd := [key for key, value in state.items() if not (isinstance(value, DTensor) or (has_numbers and is_number(value)))]:
             return f"state of {type(optimizer).__qualname__} that is not sharded as its parameter is ({label}.{odd[0]})"
-        if not is_torchs and own_attributes(optimizer):
+        if not has_numbers and own_attributes(optimizer):
             return f"a {type(optimizer).__qualname__} that keeps state of sharded parameters in attributes"
     return ""
 
 
-def _is_number(value: Any) -> bool:
+def has_common_numbers(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the numbers that it keeps for a sharded parameter are the same on all ranks, as those of torch's optimizers.
+
+    Those of others may follow from the part of the parameter that a rank has.
+    """
+    return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def is_number(value: Any) -> bool:
     return value is None or isinstance(value, bool | int | float) or (isinstance(value, torch.Tensor) and value.dim() == 0)
 
 
@@ -154,7 +166,8 @@ def check_schedulers(given: Mapping[str, Any], before: Mapping[str, int]) -> dic
     Raises:
         StateError: one was stepped more than once, as by a loop that does so after each micro-batch.
     """
-    counts = {name: value.last_epoch for name, value in given.items() if isinstance(value, LRScheduler)}
+    found = {name: _steps_of(value) for name, value in given.items() if isinstance(value, LRScheduler)}
+    counts = {name: count for name, count in found.items() if count is not None}
     for name, count in counts.items():
         if (steps := count - before.get(name, count)) > 1:
             raise StateError(
@@ -162,6 +175,14 @@ def check_schedulers(given: Mapping[str, Any], before: Mapping[str, int]) -> dic
                 "micro-batches, which another number of ranks changes; step it once after each step of the optimizer, or each epoch"
             )
     return counts
+
+
+def _steps_of(scheduler: Any) -> int | None:
+    """How often a scheduler was stepped: a ChainedScheduler as often as its parts. None: it does not count."""
+    if (count := getattr(scheduler, "last_epoch", None)) is not None:
+        return int(count)
+    counts = [count for part in getattr(scheduler, "_schedulers", ()) if (count := _steps_of(part)) is not None]
+    return max(counts, default=None)
 
 
 def _marks(loaders: Mapping[Name, Any]) -> dict[Name, Any]:

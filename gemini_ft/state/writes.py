@@ -28,7 +28,8 @@ _resumed: weakref.WeakSet[nn.Module | Optimizer] = weakref.WeakSet()
 def name_loads(models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[Any]:
     """Warns when a script loads another state into what was resumed, until the handles that are returned are removed."""
     handles = []
-    for item in (*map(unwrap_model, models), *optimizers):
+    items: list[nn.Module | Optimizer] = [*map(unwrap_model, models), *optimizers]
+    for item in items:
         with suppress(AttributeError):  # an optimizer of a library may have called no constructor of torch's
             handles.append(item.register_load_state_dict_pre_hook(_name_load))
             _resumed.add(item)

@@ -23,9 +23,18 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
-from gemini_ft.core.goodput import RunTime
+from gemini_ft.core.goodput import MOST_FAILURES, Phase, RunTime
 from gemini_ft.core.versions import MOST, Incarnation, Version
 from gemini_ft.errors import ConfigError, CorruptDataError, FormatError, ObjectGoneError, StorageError
 from gemini_ft.storage.base import WORD, Storage
@@ -100,6 +109,17 @@ class Manifest(BaseModel):
                 raise ValueError(f"{len(found):,} entries of {name}")
         return body | {"shards": {int(owner): ShardRecord.model_validate(record) for owner, record in shards.items()}}
 
+    @field_validator("time", mode="wrap")
+    @classmethod
+    def _believed(cls, given: Any, check: ValidatorFunctionWrapHandler, info: ValidationInfo) -> RunTime | None:
+        """Takes a ledger that cannot be, or is of an attempt to come, for one that is not known: no figure may cost a checkpoint."""
+        try:
+            found: RunTime | None = check(given) if _is_short(given) else None
+        except ValidationError:
+            return None
+        own = info.data.get("incarnation")
+        return found if found is not None and own is not None and found.incarnation <= own.number else None
+
     @model_validator(mode="after")
     def _complete(self) -> Manifest:
         named = (self.incarnation, *self.overtaken, *self.aside, *(version.incarnation for version in self.lineage or ()))
@@ -127,6 +147,17 @@ class CheckpointInfo:
     def iteration(self) -> int:
         """Iterations done in it."""
         return self.version.iteration
+
+
+def _is_short(time: Any) -> bool:
+    """Whether the time of a run can be checked at once: an error for each of a million values takes minutes, and a gigabyte."""
+    if not isinstance(time, dict):
+        return True
+    failures = time.get("failures", ())
+    if not isinstance(failures, list | tuple) or len(failures) > MOST_FAILURES:
+        return False
+    spent = [time.get("seconds"), *(failure.get("seconds") for failure in failures if isinstance(failure, dict))]
+    return all(not isinstance(seconds, Sized) or len(seconds) <= len(Phase) for seconds in spent)
 
 
 def write_manifest(storage: Storage, manifest: Manifest) -> None:

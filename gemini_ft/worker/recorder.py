@@ -167,7 +167,6 @@ class Recorder:
             GeminiError: something that must stop the job has happened since the last call.
         """
         self.raise_fatal()
-        arrived()
         self._step_over(iteration)
         self.session.forget_sources()
         self._copying.make_way()
@@ -485,6 +484,7 @@ class Recorder:
         return any(len(hosts) > 1 for hosts in self.session.spec.holders.values())
 
     def _step_over(self, iteration: int) -> None:
+        arrived()
         self._at = iteration
         if self._observation is not None:
             with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
@@ -561,7 +561,7 @@ class Recorder:
                 secret=session.secret,
                 readopt=True,
                 committed=self._committed,
-                past=PastTime(time=session.past.time, under_way=time.monotonic() - session.began),
+                past=PastTime(time=session.past.time, waited=session.past.waited, under_way=time.monotonic() - session.began),
                 reached=self._copying.newest,
             )
             client.call(reopening, Opened)

@@ -31,7 +31,8 @@ from gemini_ft.agent import lifecycle, metrics_page
 from gemini_ft.agent.figures import DISTRIBUTIONS, OF_HOST, OF_STREAM, Distribution, MeanInterval, Measures
 from gemini_ft.agent.metrics_page import MetricsPage, check_metrics
 from gemini_ft.config import load_config
-from gemini_ft.core.goodput import PastTime
+from gemini_ft.core.goodput import PastTime, Phase, RunTime
+from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import ConfigError
 from gemini_ft.wire.worker_messages import ENDING, LATE, WRITTEN, Request
 
@@ -468,7 +469,7 @@ def test_a_distribution_counts_what_is_at_most_as_large_as_its_bounds() -> None:
 
 
 def test_reasons_and_causes_are_few() -> None:
-    measures = Measures()
+    measures = Measures("a")
     for reason in (LATE, ENDING, f"a, b {WRITTEN}", "the agent granted slot 3"):
         measures.skipped(reason)
     assert measures.skips == {"late": 1, "ending": 1, "written": 1, "other": 1}
@@ -479,6 +480,25 @@ def test_reasons_and_causes_are_few() -> None:
     measures.opened(3, None, is_restart=True, past=PastTime())
     assert measures.restarts == {"hang": 1, "elsewhere": 1, "died": 0, "failed": 0, "drain": 0}
     assert measures.failed_at.keys() == {"hang"}
+    kept = measures.kept()
+    assert kept is not None
+    assert [(failure.cause, failure.host) for failure in kept.failures] == [("hang", "a"), ("", "")]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_agent_that_is_replaced_in_an_attempt_counts_from_its_own_beginning(is_first: bool) -> None:
+    booked = None if is_first else RunTime(seconds={Phase.TRAINING: 1e5}, incarnation=1, furthest=5)
+    measures = Measures("a")
+    measures.opened(2, Version(Incarnation(1, "n"), 3), is_restart=False, past=PastTime(time=booked, waited=50.0, under_way=1000.0))
+    measures.reserved()
+    measures.reached(7, [])
+    kept, account = measures.kept(), measures.account()
+    assert kept is not None
+    assert kept.seconds[Phase.STORAGE] == pytest.approx(50)
+    assert kept.seconds[Phase.TRAINING] >= 1000
+    assert kept.seconds[Phase.RESTORE] == 0
+    assert [(failure.cause, failure.step, failure.resumed) for failure in kept.failures] == ([] if is_first else [("", 5, 3)])
+    assert 0 <= sum(account["seconds"].values()) < 50
 
 
 def test_a_pace_is_the_mean_of_the_last_intervals_and_outlives_a_pause() -> None:

@@ -295,6 +295,21 @@ def test_it_shows_the_figures_of_every_host_on_any_screen(browser: Browser, tmp_
 
 
 @in_browser
+def test_a_failure_is_of_the_hosts_whose_workers_failed_and_not_of_those_that_heard_of_it(browser: Browser, tmp_path: Path) -> None:
+    at_work, *_ = recorded()
+    job = copy.deepcopy(at_work)
+    failure = {"at": job["at"] - 60, "step": 7, "resumed": 6, "count": 1, "seconds": {}}
+    known, unknown = failure | {"incarnation": 1, "cause": "hang", "host": "gone"}, failure | {"incarnation": 2, "cause": "", "host": ""}
+    for of in job["hosts"].values():
+        of["account"]["streams"]["main"]["measures"]["run"]["failures"] = [known, unknown]
+    with served_page(lambda: job, tmp_path) as address:
+        browser.look(f"http://{address}/#token={TOKEN}", width=1280)
+        browser.wait_for(f"(rows => rows.length === {len(job['hosts'])} && rows)({TEXTS})")
+        told = browser.run("[...document.querySelectorAll('#failures li p:first-of-type')].map(each => each.textContent)")
+    assert {text.partition(":")[0] for text in told} == {"main, seen by host gone", "main"}
+
+
+@in_browser
 def test_what_hosts_say_is_text_and_what_is_missing_is_no_end(browser: Browser, tmp_path: Path) -> None:
     *_, replaced = recorded()
     evil = copy.deepcopy(replaced)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from gemini_ft.agent.lifecycle import agent_environment
 from gemini_ft.cli import main as cli
-from gemini_ft.cli.goodput import ledgers
-from gemini_ft.core.goodput import Phase, RunTime, TimeLedger, by_cause
+from gemini_ft.cli.goodput import document, ledgers
+from gemini_ft.core.goodput import LATEST, Phase, RunTime, TimeLedger, by_cause, longer
 from gemini_ft.events import EventLog, read_events
 
 
@@ -122,7 +124,7 @@ def test_what_was_kept_of_a_run_goes_on_where_nobody_has_seen_it() -> None:
     assert kept is not None
     alone = TimeLedger(50.0)  # after the loss of everything, from what was stored at step 1
     assert alone.kept(1000.0) is None
-    alone.go_on(kept, 1000.0)
+    alone.go_on(kept, 1000.0, 51.0)
     alone.waited(52.0, 1.0)
     alone.joined(53.0, 2, 1)
     alone.restored(54.0)
@@ -130,20 +132,20 @@ def test_what_was_kept_of_a_run_goes_on_where_nobody_has_seen_it() -> None:
     expected = {Phase.TRAINING: 3 + 2, Phase.RENDEZVOUS: 2 + 1 + 1, Phase.STORAGE: 1, Phase.RESTORE: 1}
     assert {phase: seconds for phase, seconds in alone.seconds.items() if seconds} == expected
     assert [(failure.cause, failure.step, failure.resumed, sum(failure.seconds.values())) for failure in alone.failures] == [("", 1, 1, 4)]
-    alone.go_on(kept, 1000.0)  # it has seen the run by now
+    alone.go_on(kept, 1000.0, 57.0)  # it has seen the run by now
     assert alone.total == 11
     alone.failed(57.0, "died", "a")
     beside = TimeLedger(70.0)  # the agent of a host that takes the place of a lost one
     told = alone.kept(1000.0)
     assert told is not None
     assert told.failures[1].at == 1057.0
-    beside.go_on(told, 990.0)
+    beside.go_on(told, 990.0, 71.0)
     beside.joined(71.0, 3, 1)
     beside.restored(72.0)
     beside.stepped(74.0, 2, 0.0)
     assert [(failure.cause, failure.at) for failure in beside.failures] == [("", 60.0), ("died", 67.0)]
     assert beside.failures[1].seconds == {Phase.DETECTION: 1, Phase.RENDEZVOUS: 1, Phase.RESTORE: 1, Phase.REPLAY: 2, Phase.STALL: 0}
-    assert beside.total - sum(beside.earlier.values()) == 4
+    assert sum(beside.own.values()) == 4
     assert len(alone.failures[1].seconds) == 1, "the ledgers share nothing"
 
 
@@ -153,10 +155,78 @@ def test_an_agent_that_begins_in_the_middle_of_an_attempt_books_all_of_it() -> N
     kept = before.kept(0.0)
     assert kept is not None
     ledger = TimeLedger(20.0)
-    ledger.go_on(kept, 0.0, since=2.0)
+    ledger.go_on(kept, 0.0, 2.0)
     ledger.joined(2.0, 2, 0)
     ledger.stepped(21.0, 9, 0.5)
-    assert (ledger.seconds[Phase.TRAINING], ledger.seconds[Phase.STALL], ledger.total, ledger.failures) == (18.5, 0.5, 20, [])
+    assert (ledger.seconds[Phase.TRAINING], ledger.seconds[Phase.STALL], ledger.total) == (18.5, 0.5, 20)
+    assert [(failure.cause, failure.at, failure.resumed, sum(failure.seconds.values())) for failure in ledger.failures] == [("", 2.0, 0, 0)]
+    assert {phase: seconds for phase, seconds in ledger.own.items() if seconds} == {Phase.TRAINING: 0.5, Phase.STALL: 0.5}
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_an_agent_that_is_replaced_in_an_attempt_knows_of_the_same_failure(is_told: bool) -> None:
+    before = TimeLedger(0.0)
+    before.joined(1.0, 1, 0)
+    before.stepped(5.0, 5, 0.0)
+    if is_told:
+        before.failed(6.0, "hang", "b", 1)
+    kept = before.kept(0.0)
+    assert kept is not None
+    found = []
+    for began in (10.0, 25.0):  # the second replaces the first
+        ledger = TimeLedger(began)
+        ledger.go_on(kept, 0.0, 10.0)
+        ledger.waited(12.0, 2.0)
+        ledger.joined(12.0, 2, 3)
+        for step in range(4, 8):
+            ledger.stepped(22.0 + step, step, 0.0)
+        found.append((ledger.seconds, ledger.failures))
+        assert sum(ledger.own.values()) == 29.0 - began
+    assert found[0] == found[1]
+    (failure,) = found[1][1]
+    assert (failure.cause, failure.step, failure.resumed, failure.seconds[Phase.STORAGE]) == ("hang" if is_told else "", 5, 3, 2)
+
+
+def test_a_host_that_comes_back_takes_the_time_of_those_that_went_on() -> None:
+    away, others = TimeLedger(0.0), TimeLedger(0.0)
+    for ledger in (away, others):
+        ledger.joined(1.0, 1, 0)
+        ledger.stepped(5.0, 5, 0.0)
+    away.failed(6.0, "drain", "a", 1)
+    others.failed(6.0, "died", "b", 1)
+    others.joined(8.0, 2, 5)
+    others.stepped(100.0, 50, 0.0)
+    others.failed(110.0, "hang", "b", 2)
+    kept, stale = others.kept(0.0), away.kept(0.0)
+    assert kept is not None
+    assert stale is not None
+    assert longer(stale, kept) is kept
+    assert longer(replace(stale, seconds={Phase.TRAINING: 1e6}), kept) is kept
+    own = dict(away.own)
+    away.go_on(kept, 0.0, 118.0)
+    assert away.own == own
+    away.waited(120.0, 2.0)
+    away.joined(121.0, 3, 40)
+    away.stepped(122.0, 41, 0.0)
+    assert [(failure.cause, failure.step, failure.resumed) for failure in away.failures] == [("died", 5, 5), ("hang", 50, 40)]
+    gained = {phase: seconds - kept.seconds[phase] for phase, seconds in away.seconds.items() if seconds != kept.seconds[phase]}
+    assert gained == {Phase.STORAGE: 2, Phase.RENDEZVOUS: 1, Phase.REPLAY: 1}
+    assert sum(away.own.values()) == sum(own.values()) + 4
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_run_that_had_finished_and_begins_anew_with_another_agent_trains_nothing_again(is_interrupted: bool) -> None:
+    before = TimeLedger(0.0)
+    before.joined(1.0, 1, 0)
+    before.stepped(5.0, 5, 0.0)
+    before.ended(6.0, is_interrupted)
+    kept = before.kept(0.0)
+    assert kept is not None
+    ledger = TimeLedger(50.0)
+    ledger.go_on(kept, 0.0, 50.0)
+    ledger.joined(51.0, 2, 0)
+    ledger.stepped(53.0, 1, 0.0)
+    assert (ledger.seconds[Phase.REPLAY], ledger.seconds[Phase.TRAINING]) == ((2, 5) if is_interrupted else (0, 7))
 
 
 def test_of_many_failures_the_older_ones_are_added_up_by_cause() -> None:
@@ -173,10 +243,54 @@ def test_of_many_failures_the_older_ones_are_added_up_by_cause() -> None:
     assert TypeAdapter(RunTime).validate_json(TypeAdapter(RunTime).dump_json(kept)) == kept
 
 
-@pytest.mark.parametrize("wrong", [{"seconds": {"training": math.nan}}, {"seconds": {"training": -1}}, {"seconds": {}, "is_lost": True}])
+FAILURE = {"at": 1.0, "cause": "died", "host": "a", "step": 1}
+WRONG: list[dict[str, Any]] = [
+    {"seconds": {"training": math.nan}},
+    {"seconds": {"training": -1}},
+    {"seconds": {"training": 1e308}},
+    {"seconds": {"training": 10**400}},
+    {"seconds": {"sleep": 1.0}},
+    {"seconds": {}, "is_lost": True},
+    {"seconds": {}, "incarnation": 2**64},
+    {"seconds": {}, "furthest": -1},
+    {"seconds": {}, "failures": [FAILURE] * 1025},
+    *(
+        {"seconds": {}, "failures": [FAILURE | wrong]}
+        for wrong in (
+            *({"at": at} for at in (math.nan, math.inf, 1e18, -1e11)),
+            *({"step": 2**64}, {"resumed": 2**64}, {"incarnation": -1}, {"count": 0}, {"count": 2**53}),
+            *({"cause": "x" * 1025}, {"host": "x" * 1025}, {"seconds": {"replay": 1e308}}),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
 def test_a_ledger_that_is_none_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         TypeAdapter(RunTime).validate_python(wrong)
+
+
+def test_the_largest_ledger_that_is_accepted_can_be_gone_on_from() -> None:
+    most = 2**53 - 1
+    seconds = dict.fromkeys(Phase, 1e12)
+    about: dict[str, Any] = {"at": 4e10, "host": "x" * 1024, "step": most, "resumed": most, "count": most, "seconds": seconds}
+    failures = [FAILURE | about | {"cause": f"{number:01024}"} for number in range(1024)]
+    given = {"seconds": seconds, "furthest": most, "incarnation": most - 1, "failures": failures}
+    for is_lost in (False, True):
+        ledger = TimeLedger(0.0)
+        ledger.go_on(TypeAdapter(RunTime).validate_python(given | {"is_lost": is_lost}), -4e10, 1.0)
+        ledger.joined(2.0, most, most)
+        ledger.failed(3.0, "died", "a", most)
+        kept = ledger.kept(4e10)
+        assert kept is not None
+        assert len(kept.failures) <= 65 + 8
+        assert kept.failures[0].cause != kept.failures[64].cause == "other"
+        assert len(by_cause(kept.failures)) == 65
+        assert TypeAdapter(RunTime).validate_json(TypeAdapter(RunTime).dump_json(kept)) == kept
+        json.dumps(document(kept))
+        assert datetime.fromtimestamp(-LATEST)
+        assert datetime.fromtimestamp(LATEST)
 
 
 def test_a_rank_of_the_past_changes_nothing() -> None:
@@ -293,7 +407,9 @@ def test_whatever_happens_each_second_is_booked_once(course: list[tuple[float, t
         latest = max(latest, now)
         getattr(ledger, call)(now, *arguments)
         assert min(ledger.seconds.values()) >= 0
+        assert min(ledger.own.values()) >= 0
         assert ledger.total <= latest + 1e-6
+        assert len(kept.failures if (kept := ledger.kept(0.0)) is not None else ledger.failures) == len(ledger.failures)
     assert sum(ledger.shares().values()) == pytest.approx(1.0 if ledger.total else 0.0)
     assert sum(sum(failure.seconds.values()) for failure in ledger.failures) <= ledger.total + 1e-6
 

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from agent_kit import end_agent, preload
-from elastic_case import BATCH, GLOBAL, SAMPLES, Case, Net, fabricate, fit, loader_of, samples, train
+from elastic_case import BATCH, GLOBAL, SAMPLES, Case, Net, fabricate, fit, loader_of, samples, sharded, train
 from rank_kit import World, on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
-from gemini_ft.errors import ConfigError, UnsupportedStateError
+from gemini_ft.dcp import GeminiWriter
+from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError
 from gemini_ft.testing import EmulatedHosts
 
 pytestmark = pytest.mark.timeout(300)
@@ -163,6 +165,121 @@ def test_a_loader_of_a_later_epoch_is_refused_by_name(tmp_path: Path) -> None:
     [told] = on_ranks(tmp_path, 1, change_loaders)
     assert told.startswith(f"{SAMPLES // BATCH}: elastic='batch'")
     assert "shuffled has a RandomSampler as its sampler" in told
+
+
+def step_each_batch(until: int) -> dict[str, Any]:
+    """Steps a scheduler after each micro-batch, up to a step of the optimizer."""
+    gemini_ft.init_process_group("gloo")
+    model = DistributedDataParallel(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+    loader = gemini_ft.resumable(loader_of(Case(), dist.get_rank(), dist.get_world_size()))
+    state = {"loader": loader, "scheduler": scheduler}
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state=state, elastic="batch", interval=1)
+    start = step = checkpointer.resume()
+    told = ""
+    try:
+        for number, (_, batch) in enumerate(loader, loader.batches_done + 1):
+            model(batch).sum().backward()
+            scheduler.step()
+            if number % checkpointer.accumulation == 0:
+                optimizer.step()
+                checkpointer.step()
+                step += 1
+            if step == until:
+                break
+        checkpointer.flush()
+    except StateError as error:
+        told = str(error)
+    return {"start": start, "accumulation": checkpointer.accumulation, "committed": checkpointer.stats.committed, "told": told}
+
+
+def test_a_scheduler_of_micro_batches_is_refused_at_the_first_step_of_other_ranks(tmp_path: Path) -> None:
+    """Before anything of it is saved: with one micro-batch a step nobody has seen it."""
+    with World(tmp_path, 2, **LAUNCHED) as ranks:
+        begun = ranks.outcome(step_each_batch, 3)
+        assert [each["told"] for each in begun] == ["", ""], begun
+        end_agent(ranks.run, "host1")
+        ranks.hosts = ["host0"]
+        [found] = ranks.outcome(step_each_batch, 4)
+    assert (found["start"], found["accumulation"], found["committed"]) == (3, 2, 3)
+    assert "state['scheduler'] was stepped 2 times for one step of the optimizer" in found["told"]
+
+
+class LateNumbers(torch.optim.SGD):
+    """Begins to keep a number for each parameter with its second step."""
+
+    def step(self, closure: Any = None) -> Any:
+        for state in self.state.values():
+            state["n"] = 1.0
+        return super().step(closure)
+
+
+class Remembering:
+    """Stands for a gradient pipeline, whose ranks take local steps."""
+
+    lets_ranks_differ = True
+
+    def __init__(self, is_elastic: bool) -> None:
+        self.is_elastic = is_elastic
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
+
+    def summary(self) -> dict[str, dict[str, float]]:
+        return {}
+
+
+def go_wrong(kind: str) -> tuple[int, str]:
+    """The steps that a sharded model makes, and what is told of the next one."""
+    gemini_ft.init_process_group("gloo")
+    model = sharded(1)
+    optimizer = LateNumbers(model.parameters(), lr=0.1, momentum=0.9)
+    loader = gemini_ft.resumable(loader_of(Case(), 0, 1))
+    gradients = None if kind == "numbers" else Remembering(kind == "local steps")
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"loader": loader}, gradients=gradients, elastic="batch", interval=1)
+    checkpointer.resume()
+    steps = 0
+    try:
+        for _, batch in islice(loader, 4):
+            model(batch).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+            steps += 1
+    except ConfigError as error:
+        return steps, str(error)
+    finally:
+        checkpointer.close()
+    return steps, ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "why"),
+    [
+        ("numbers", 1, "state of LateNumbers that is not sharded as its parameter is (optim0.model.first.weight.n)"),
+        ("pipeline", 0, "a gradient pipeline, whose residuals belong to each rank"),
+        ("local steps", 0, "a sharded parameter beside local steps (model.first.weight)"),
+    ],
+)
+def test_state_that_other_ranks_could_not_load_is_refused_at_the_step_that_has_it(tmp_path: Path, kind: str, steps: int, why: str) -> None:
+    [(made, told)] = on_ranks(tmp_path, 1, go_wrong, kind)
+    assert why in told
+    assert made == steps
+
+
+def open_writer() -> int | None:
+    gemini_ft.init_process_group("gloo")
+    writer = GeminiWriter()
+    writer.close()
+    return writer.newest
+
+
+def test_a_writer_takes_no_notice_of_the_option(tmp_path: Path) -> None:
+    """The environment is that of all scripts on the machine, and what any number of ranks reads needs no such option."""
+    assert on_ranks(tmp_path, 1, open_writer, GEMINI_ELASTIC="batch") == [None]
 
 
 @pytest.mark.soak  # in short: the jobs above

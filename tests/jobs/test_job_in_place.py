@@ -243,7 +243,7 @@ def test_a_survivor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
     assert [len({*rank.pids}) for rank in outcome.ranks][:2] == [4, 2], outcome.output
     assert len({*outcome.ranks[2].pids[:4]}) == 1, outcome.output
     assert outcome.output.count("has not come back within 2 s (in_place_timeout)") in (3, 4)
-    assert outcome.output.count("was stopped before its first step, for 2 s (in_place_timeout)") == 1
+    assert outcome.output.count("was stopped before it had reported a step, for 2 s (in_place_timeout)") == 1
 
 
 def test_what_an_attempt_leaves_behind_never_meets_the_next_one(alone: Outcome, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def counted(loop: Loop) -> Iterator[None]:
     other = loop.loader(random_split(rows(), [20, 4], torch.Generator().manual_seed(5))[0], 4, shuffle=True)
     first = loop.begin(model, optimizer, loader=loader, other=other)
     yield
-    forever = iter(())
+    forever: Iterator[Any] = iter(())
     for _ in range(first, 8):
         noise = torch.rand(())  # before the batch, which may be that with which the data goes on
         try:

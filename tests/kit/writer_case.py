@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,10 +168,13 @@ def upload(url: str) -> list[int]:
     def stored() -> list[int]:
         return [info.iteration for info in list_checkpoints(store)]
 
+    def is_stored(step: int) -> bool:
+        return step in stored()
+
     for step in range(2, 13, 2):
         save({"w": torch.ones(3)}, storage_writer=writer.at(step))
         if step in (4, 6, 10, 12):
-            eventually(lambda due=step: due in stored(), f"the upload of step {step}")
+            eventually(partial(is_stored, step), f"the upload of step {step}")
     writer.close()
     return stored()
 

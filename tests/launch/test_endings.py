@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -179,33 +181,81 @@ def test_a_worker_may_say_so_itself(status: int, endings: Any, tmp_path: Path) -
     assert endings.status == status
 
 
+class Attempts:
+    """A job's attempts as torch's launcher on one host sees them, on a clock of the test's own; absent hosts may take a minute."""
+
+    now = 1000.0
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, restarts: int) -> None:
+        self.agent = cast("Any", SimpleNamespace(_pcontext=None, _remaining_restarts=restarts))
+        self.failed = RunResult(WorkerState.FAILED, failures={0: failure(folder, "PeerError", text="these hosts may: host1")})
+        self.result = self.failed
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: self.result)
+
+    @contextmanager
+    def judged(self) -> Iterator[Endings]:
+        drain = HostDrain("no such run", 0.0, None)
+        with notes_of_workers() as notes, final_endings(notes, "r", drain, well(notes), interval=0.0, join_seconds=60.0) as endings:
+            yield endings
+
+    def goes_on(self, *words: str, after: float) -> None:
+        """The workers of a further attempt are started, and say something; none of this host has failed yet."""
+        self.agent._pcontext, self.result = SimpleNamespace(subprocess_handlers={}), RunResult(WorkerState.HEALTHY)
+        LocalElasticAgent._monitor_workers(self.agent, GROUP)
+        self.now += after
+        for word in (PROTECTED, *words):
+            say(word)
+
+    def fails(self, *words: str, after: float) -> int | None:
+        """The restarts that are left once torch's launcher has started the next attempt; None: the job ends."""
+        self.goes_on(*words, after=after)
+        self.result = self.failed
+        LocalElasticAgent._monitor_workers(self.agent, GROUP)
+        if self.agent._remaining_restarts == 0:
+            return None
+        self.agent._remaining_restarts -= 1
+        return int(self.agent._remaining_restarts)
+
+
 def test_hosts_that_alone_have_what_was_committed_are_waited_for_as_long_as_a_host_may_take_to_join(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Each look for them had used up a restart: a job ended after a minute, or, with a thousand restarts, after two hours."""
-    now, agent = [1000.0], cast("Any", SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}), _remaining_restarts=2))
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    result = RunResult(WorkerState.FAILED, failures={0: failure(tmp_path, "PeerError", text="these hosts may: host1")})
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda agent, group: result)
-    drain = HostDrain("no such run", 0.0, None)
-    with notes_of_workers() as notes, final_endings(notes, "r", drain, well(notes), interval=0.0, join_seconds=60.0) as endings:
-
-        def fails(*words: str, after: float) -> int:
-            """The restarts that are left when torch's launcher has started the next attempt."""
-            now[0] += after
-            for word in (PROTECTED, *words):
-                say(word)
-            LocalElasticAgent._monitor_workers(agent, GROUP)
-            agent._remaining_restarts -= agent._remaining_restarts > 0
-            return int(agent._remaining_restarts)
-
-        assert [fails(WAITS, after=7.0) for _ in range(9)] == [2] * 9, "56 s"
-        assert fails(after=7.0) == 1, "another failure is one"
-        assert [fails(WAITS, after=7.0) for _ in range(9)] == [1] * 9, "and the next wait has its own time"
+    job = Attempts(monkeypatch, tmp_path, restarts=2)
+    with job.judged() as endings:
+        assert [job.fails(WAITS, after=7.0) for _ in range(9)] == [2] * 9, "56 s"
+        assert job.fails(after=7.0) == 1, "another failure is one"
+        assert [job.fails(WAITS, after=7.0) for _ in range(9)] == [1] * 9, "and the next wait has its own time"
         assert caplog.text.count("the job waits for them, for 60 s at most (join_timeout)") == 2
-        assert (fails(WAITS, after=7.0), endings.status) == (0, 1)
-        assert endings.shown is result.failures[0]
+        assert (job.fails(WAITS, after=7.0), endings.status) == (None, 1)
+        assert endings.shown is job.failed.failures[0]
         assert "have not come back within 60 s (join_timeout): the job ends" in caplog.text
+
+
+def test_such_a_wait_needs_no_restarts_to_be_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The job said that it waits, and ended."""
+    job = Attempts(monkeypatch, tmp_path, restarts=0)
+    with job.judged() as endings:
+        assert [job.fails(WAITS, after=7.0) for _ in range(9)] == [0] * 9
+        assert (job.fails(after=7.0), endings.status) == (None, 0)
+
+
+def test_a_wait_that_the_workers_of_another_host_have_ended_is_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch's launcher starts the next attempt without a failure here; one of hours later had ended the job as if it had waited since."""
+    job = Attempts(monkeypatch, tmp_path, restarts=2)
+    with job.judged() as endings:
+        assert job.fails(WAITS, after=7.0) == 2
+        job.goes_on(WAITS, after=7.0)  # and others are first to fail
+        assert (job.fails(after=3 * 3600.0), endings.status) == (1, 0), "an attempt that has trained"
+        assert job.fails(WAITS, after=7.0) == 1
+        job.goes_on(after=3 * 3600.0)
+        assert (job.fails(WAITS, after=7.0), endings.status) == (1, 0), "the next wait has its own time"
+        job.goes_on(WAITS, after=50.0)
+        assert (job.fails(WAITS, after=50.0), endings.status) == (None, 1), "one that goes on meanwhile is the same"
+        assert caplog.text.count("the job waits for them, for 60 s at most (join_timeout)") == 3
 
 
 class TestUnprotected:
@@ -321,13 +371,11 @@ def test_a_refusal_among_the_errors_of_a_group_is_one() -> None:
     assert refusal_behind(ExceptionGroup("two tasks", [ValueError("x"), ConnectionError("y")])) is None
 
 
-@pytest.mark.parametrize(
-    "streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"], "gone": ["given"]}, "of an agent of another release": {}}]
-)
+@pytest.mark.parametrize("streams", [{}, {"main": {"unheard": ["given", "node-1-0a1b2c3d"]}, "of an agent of another release": {}}])
 def test_hosts_that_the_agent_has_lost_are_told_by_their_lasting_names(streams: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The rendezvous knows hosts by these names: the default one has no boot id in it."""
     answer = Status(document=json.dumps({"streams": streams}))
     monkeypatch.setattr(module.lifecycle, "ask", lambda run, host, message, seconds: answer)
-    assert module.unheard("r") == ({"given": True, "node-1-0a1b2c3d": False, "node-1": False} if streams else {})
+    assert module.unheard("r") == ({"given", "node-1-0a1b2c3d", "node-1"} if streams else set())
     monkeypatch.setattr(module.lifecycle, "ask", lambda run, host, message, seconds: None)
-    assert module.unheard("r") == {}
+    assert module.unheard("r") == set()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,7 @@ import torch
 from gemini_ft.core.layout import ITEMSIZES, Layout, Piece, Read, TensorSpec, build_layout
 from gemini_ft.errors import LayoutMismatchError, UnsupportedStateError
 from gemini_ft.recovery.restore import GAP, Scatter, apart
+from gemini_ft.state import placements
 from gemini_ft.state.placements import reads_of_part
 
 Shape = tuple[int, ...]
@@ -92,6 +96,29 @@ def test_no_byte_is_read_twice() -> None:
     assert read_all(World(whole, (4,), [0]), World(whole, (3,), [0])) == whole.nbytes
     assert read_all(World(whole, (3,), [0]), World(whole, (4,), [1])) == whole.nbytes
     assert read_all(World(whole, (2, 2), [None, 0]), World(whole, (3,), [0])) == whole.nbytes
+
+
+def test_tensors_that_are_placed_alike_are_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As layers of one shape and their moments are: a model has thousands of them, and a large job hundreds of parts of each."""
+    layouts, _ = World(torch.zeros(6, 2, dtype=torch.int32), (3,), [0]).shards()
+    named = {owner: replace(layout, pieces=(*layout.pieces, *renamed(layout.pieces))) for owner, layout in layouts.items()}
+    places, count = placements.part_places, Counter[str]()
+
+    def counted(name: str, *arguments: Any) -> Any:
+        count[name] += 1
+        return places(name, *arguments)
+
+    monkeypatch.setattr(placements, "part_places", counted)
+    known: placements.KnownRuns = {}
+    first, second = (reads_of_part(name, named, "(6, 2) S(0) on (2,)", (3, 2), (0,), 2, known=known) for name in ("w", "moment"))
+    assert [(read.owner, read.offset, read.start, read.stop) for read in first] == [
+        (read.owner, read.offset, read.start, read.stop) for read in second
+    ]
+    assert count == {"w": 4}
+
+
+def renamed(pieces: Sequence[Piece]) -> list[Piece]:
+    return [replace(piece, name="moment") for piece in pieces]
 
 
 def test_another_model_and_parts_that_are_not_there_are_refused() -> None:

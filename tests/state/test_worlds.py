@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from elastic_case import Case, Numbers, loader_of
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import gemini_ft
 from gemini_ft.config import load_config
+from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
 from gemini_ft.launch import notes
 from gemini_ft.lightning.trainer_loops import carry_over, refuse_batches, refuse_end
@@ -300,6 +307,116 @@ def test_a_plain_parameter_that_no_rank_shares_is_refused() -> None:
     assert why == "a parameter that neither DistributedDataParallel nor fully_shard holds (model.weight)"
 
 
+@pytest.fixture
+def four() -> Iterator[None]:
+    """Rank 0 of four, without processes: torch's fake process group answers for the others."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield
+    dist.destroy_process_group()
+
+
+def cut(ranks: Any = (0, 1, 2, 3), placements: Sequence[Placement] = (Shard(0),)) -> torch.nn.Module:
+    """A model of one weight, of which each rank has a part of two rows."""
+    model, mesh = torch.nn.Module(), DeviceMesh("cpu", torch.tensor(ranks))
+    model.weight = torch.nn.Parameter(DTensor.from_local(torch.ones(2, 3), mesh, placements, run_check=False))
+    return model
+
+
+class Tallying(torch.optim.SGD):
+    """No optimizer of torch's."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "placements", "why"),
+    [
+        ([0, 1, 2, 3], [Shard(0)], ""),
+        ([[0, 1], [2, 3]], [Replicate(), Shard(0)], ""),
+        ([1, 0, 2, 3], [Shard(0)], "a parameter on a mesh without all ranks in their order (model.weight)"),
+        ([0, 1], [Shard(0)], "a parameter on a mesh without all ranks in their order (model.weight)"),
+        ([[0, 1], [2, 3]], [_StridedShard(0, split_factor=2), Shard(0)], "cut along the same one (_StridedShard), as tensor parallelism"),
+    ],
+)
+@pytest.mark.usefixtures("four")
+def test_meshes_that_other_ranks_could_not_make_are_refused(ranks: Any, placements: list[Placement], why: str) -> None:
+    model = cut(ranks, placements)
+    found = PlainState.of(model, torch.optim.SGD(model.parameters()), replicated=None).why_fixed(4)
+    assert why in found
+    assert bool(found) == bool(why)
+
+
+@pytest.mark.usefixtures("four")
+def test_sharded_parameters_beside_local_steps_are_refused() -> None:
+    model = cut()
+    state = PlainState.of(model, torch.optim.SGD(model.parameters()), replicated=False)
+    assert state.why_fixed(4, has_local_steps=True) == "a sharded parameter beside local steps (model.weight)"
+    assert not PlainState.of(torch.nn.Linear(2, 1), (), replicated=False).why_fixed(4, has_local_steps=True)
+
+
+@pytest.mark.usefixtures("four")
+def test_state_that_is_not_sharded_as_its_parameter_is_refused_as_soon_as_it_is_there() -> None:
+    model = cut()
+    weight = model.weight
+    assert isinstance(weight, torch.Tensor)
+    torchs, other = torch.optim.SGD([weight]), Tallying([weight])
+    state, others = (PlainState.of(model, each, replicated=None) for each in (torchs, other))
+    assert state.why_fixed(4) == others.why_fixed(4) == ""
+    for each in (torchs, other):
+        each.state[weight] = {"momentum_buffer": torch.zeros_like(weight)}
+    assert state.why_fixed(4) == others.why_fixed(4) == ""
+    for each in (torchs, other):
+        each.state[weight]["step"] = 1.0
+    assert not state.why_fixed(4)
+    assert others.why_fixed(4) == "state of Tallying that is not sharded as its parameter is (optim0.model.weight.step)"
+    torchs.state[weight]["rows"] = torch.ones(2)
+    assert state.why_fixed(4) == "state of SGD that is not sharded as its parameter is (optim0.model.weight.rows)"
+    del other.state[weight]["step"]
+    assert not others.why_fixed(4)
+    other.tally = 1  # type: ignore[attr-defined]
+    assert others.why_fixed(4) == "a Tallying that keeps state of sharded parameters in attributes"
+
+
+@pytest.mark.parametrize(
+    ("rows", "extras", "why"),
+    [
+        ((2,), {}, "optim0.model.weight.tally: state of sharded parameters that is not sharded as they are"),
+        ((), {}, "optim0.model.weight.tally: state"),
+        (None, {"optimizers": [{"state": {"optim0.model.weight": {"n": 1.0}}}]}, "optim0.model.weight.n: state"),
+        (None, {"pending": {"waiting": ["model.weight"]}}, "model.weight: gradients that wait for an optimizer"),
+        (None, {"changes": {"tensors": {"model.weight": {}}}}, "model.weight: gradients that wait for an optimizer, and tensors that have"),
+    ],
+)
+@pytest.mark.usefixtures("four")
+def test_parts_that_one_rank_kept_are_refused_before_anything_is_read(rows: Any, extras: dict[str, Any], why: str) -> None:
+    model = cut()
+    state = PlainState.of(model, Tallying(model.parameters()), replicated=None)
+    layout = of_one_rank({"model.weight": (8, 3)} | ({} if rows is None else {"optim0.model.weight.tally": rows}))
+    with pytest.raises(WorldSizeError, match=rf"^{re.escape(why)}.*start 1 ranks"):
+        state.resized({0: layout}, {0: extras}, 0, 4)
+
+
+@pytest.mark.usefixtures("four")
+def test_numbers_of_torchs_optimizers_are_taken_over() -> None:
+    model = cut()
+    state = PlainState.of(model, torch.optim.Adam(model.parameters()), replicated=None)
+    layout = of_one_rank({"model.weight": (8, 3), "optim0.model.weight.exp_avg": (8, 3), "optim0.model.weight.step": ()})
+    numbers = {"optimizers": [{"state": {"optim0.model.weight": {"count": 1}}}]}
+    reads, tensors, _ = state.resized({0: layout}, {0: numbers}, 0, 4)
+    assert {read.name: read.nbytes for read in reads} == {name: 4 * tensors[name].numel() for name in tensors}
+    assert [tuple(tensors[name].shape) for name in sorted(tensors)] == [(2, 3), (2, 3), ()]
+
+
+def of_one_rank(shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """The layout of the shard of a rank that was alone; tensors of two dimensions were DTensors."""
+    return build_layout(
+        [
+            TensorSpec(name=name, dtype="float32", shape=shape, group=(0,), logical=f"{shape} S(0) on (1,)" if len(shape) > 1 else "")
+            for name, shape in shapes.items()
+        ],
+        0,
+        1,
+    )
+
+
 def test_a_validation_in_an_epoch_begins_anew_whatever_its_sampler(steps_told: Callable[[int], None]) -> None:
     """It is no position in the training: another number of ranks need not share it out, to its end or not."""
 
@@ -320,9 +437,12 @@ def test_a_validation_in_an_epoch_begins_anew_whatever_its_sampler(steps_told: C
         assert len(list(resumed)) == 3
 
 
-def test_a_scheduler_that_counts_micro_batches_is_refused() -> None:
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_a_scheduler_that_counts_micro_batches_is_refused(is_chained: bool) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    each_step = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    each_step: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    if is_chained:
+        each_step = torch.optim.lr_scheduler.ChainedScheduler([each_step])
     given = {"scheduler": each_step, "average": object()}
     optimizer.step()
     counts = check_schedulers(given, {})

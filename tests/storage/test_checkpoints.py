@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -178,6 +179,26 @@ def test_what_was_stored_before_the_time_of_a_run_was_kept_is_read(storage: Loca
     body = checked(storage.get(key := f"{manifest.folder}/manifest.json"))
     del body["time"]
     storage.put(key, [json.dumps({**body, "xxh3": body_checksum(body)}).encode()])
+    assert read_manifest(storage, manifest.folder) == manifest.model_copy(update={"time": None})
+
+
+@pytest.mark.parametrize(
+    "time",
+    [
+        1,
+        {"seconds": {"training": 1e308}},
+        {"seconds": {}, "failures": [{"at": math.nan, "cause": "", "host": "", "step": 0}]},
+        {"seconds": {}, "failures": [{"at": 0.0, "cause": "", "host": "", "step": 2**64}]},
+        {"seconds": {}, "failures": [{}] * 200_000},
+        {"seconds": dict.fromkeys(map(str, range(200_000)), 1)},
+        {"seconds": {}, "incarnation": 10**12},
+    ],
+    ids=["no ledger", "seconds", "at", "step", "failures", "phases", "an attempt to come"],
+)
+def test_a_faulty_time_costs_no_checkpoint(storage: LocalStorage, time: Any) -> None:
+    manifest = save(storage, version(10))
+    assert manifest.time is not None
+    edit_manifest(storage, manifest.folder, sealed=True, time=time)
     assert read_manifest(storage, manifest.folder) == manifest.model_copy(update={"time": None})
 
 

@@ -150,8 +150,8 @@ class Leader:
 
     def leave(self, port: MemberPort) -> None:
         self._ports.discard(port)
-        for host in self._ways.lose(port):
-            self._lost[host] = -math.inf if host in port.silent else port.heard
+        lost = self._ways.lose(port)
+        self._lost |= {host: -math.inf if host in port.silent else port.heard for host in lost}
 
     def hear(self, message: wire.PeerMessage, host: str, port: MemberPort) -> None:
         """Takes what another host says, unless it has turned elsewhere since it said that (`gemini_ft.core.tree.Ways`).

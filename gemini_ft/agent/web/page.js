@@ -140,8 +140,9 @@ function incidentsOf(rows) {
       const key = `${stream} ${failure.incarnation}`;
       const one = found.get(key) ?? { stream, at: failure.at, cause: "", hosts: [], step: 0, resumed: null, seconds: {} };
       const [before, after] = [CAUSES.indexOf(one.cause), CAUSES.indexOf(failure.cause)];
-      if (after > before) [one.cause, one.hosts] = [failure.cause, [host]];
-      else if (after === before) one.hosts.push(host);
+      if (after > before) [one.cause, one.hosts] = [failure.cause, []];
+      const where = failure.host || (failure.cause && host); // a host that is new has heard of it from others; earlier agents do not say it
+      if (after >= before && where && !one.hosts.includes(where)) one.hosts.push(where);
       one.at = Math.min(one.at, failure.at);
       one.step = Math.max(one.step, failure.step);
       one.resumed = failure.resumed ?? one.resumed;
@@ -209,10 +210,11 @@ function showFailures(rows, now) {
   const lines = incidents.map((one) => {
     const lost = sum(Object.values(one.seconds));
     const line = made("li");
-    const where = one.hosts.length > 3 ? `${one.hosts.length} hosts` : `${one.hosts.length > 1 ? "hosts" : "host"} ${one.hosts.join(", ")}`;
+    const names = one.hosts.length > 3 ? `${one.hosts.length} hosts` : `${one.hosts.length > 1 ? "hosts" : "host"} ${one.hosts.join(", ")}`;
+    const where = one.hosts.length ? `, seen by ${names}` : "";
     const back = one.resumed === null ? "not resumed yet" : `resumed at step ${one.resumed}`;
     line.append(made("h3", `${one.cause || "unknown cause"}, ${time(now - one.at)} ago`));
-    line.append(made("p", `${one.stream}, seen by ${where}: step ${one.step} had ended, ${back}; ${time(lost)} lost`), ...phases(one.seconds, most, "Time lost"));
+    line.append(made("p", `${one.stream}${where}: step ${one.step} had ended, ${back}; ${time(lost)} lost`), ...phases(one.seconds, most, "Time lost"));
     return line;
   });
   fill(at("failures"), ...(lines.length ? lines : [made("li", "None since these agents began.")]));
