@@ -362,7 +362,7 @@ class OuterSteps(Body):
 def _steps_under_way() -> list[Optimizer]:
     """The optimizers whose step() this thread is in, from the innermost on; one whose step() calls that of its base class comes twice."""
     frames = [frame for frame, _ in walk_stack(sys._getframe()) if (frame.f_code.co_name, frame.f_code.co_filename) == _HOOKED]
-    return [frame.f_locals["args"][0] for frame in frames]
+    return [args[0] for frame in frames if (args := frame.f_locals.get("args"))]
 
 
 def _wide(param: torch.Tensor) -> torch.Tensor:
