@@ -78,7 +78,7 @@ Visits = Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]  # by rate and 
 
 
 class Cells:
-    """What has been measured, in a file with a line of JSON for each cell; an interrupted program goes on with the next one.
+    """The measured cells, in a file with a line of JSON for each; an interrupted program goes on with the next one.
 
     Attributes:
         commits: by which the cells that were asked for have been measured.

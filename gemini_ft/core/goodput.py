@@ -110,10 +110,15 @@ class RunTime(BookedTime):
         for phase in Phase:
             self.seconds.setdefault(phase, 0.0)
 
+    @property
+    def extent(self) -> tuple[int, float]:
+        """How much of the run it has seen: the last attempt, and the seconds in all. The largest is the ledger to go on from."""
+        return self.incarnation, self.total
+
 
 def longer(one: RunTime | None, other: RunTime | None) -> RunTime | None:
     """The ledger of two that has seen the later attempt, or more of the same one."""
-    return max((each for each in (one, other) if each is not None), key=lambda each: (each.incarnation, each.total), default=None)
+    return max((each for each in (one, other) if each is not None), key=lambda each: each.extent, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)

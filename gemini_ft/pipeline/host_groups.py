@@ -23,7 +23,7 @@ class HostGroups:
     Attributes:
         host: of the ranks of its host.
         peers: of the ranks that have its place in each host.
-        control: of one of the two, on CPUs.
+        control: of the ranks of its host, on CPUs.
     """
 
     host: Any
@@ -49,17 +49,14 @@ def hosts_of(rule: Rule, group: Any) -> list[int]:
     return [order.index(name) for name in names]
 
 
-def host_groups(ranks: Sequence[int], hosts: Sequence[int], group: Any, *, between: bool) -> HostGroups:
+def host_groups(ranks: Sequence[int], hosts: Sequence[int], group: Any) -> HostGroups:
     """Makes the groups of this rank. Collective: all ranks make as many, as torch names them by their number.
 
     Args:
         hosts: of each rank, the number of its host.
         group: as long as this one waits, so do the new ones; None: the default group.
-        between: whether ``control`` is of the peers, and not of the host.
     """
     members = [[rank for rank, its in zip(ranks, hosts, strict=True) if its == host] for host in range(max(hosts) + 1)]
     mine = members[hosts[ranks.index(dist.get_rank())]]
     peers = [each[mine.index(dist.get_rank())] for each in members]
-    return HostGroups(
-        host=own_group(mine, group), peers=own_group(peers, group), control=own_group(peers if between else mine, group, "gloo")
-    )
+    return HostGroups(host=own_group(mine, group), peers=own_group(peers, group), control=own_group(mine, group, "gloo"))

@@ -122,7 +122,7 @@ class GradientSynchronizer(BodyWithOuter):
         self._of_all = own_group(ranks, group, "gloo") if own is not None else None
         together, control, apart = own, self._of_all, own
         if tensors and local:
-            groups = host_groups(ranks, hosts, group, between=False)
+            groups = host_groups(ranks, hosts, group)
             together, control = groups.host, groups.control
             apart = groups.peers if together.rank() == 0 and groups.peers.size() > 1 else None
         super().__init__(model, parameters, tensors, rules, group=together, control=control, device=device, profile_steps=profile_steps)

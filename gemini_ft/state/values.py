@@ -9,7 +9,7 @@ import mmap
 import operator
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
 from typing import Any, NamedTuple
 
@@ -124,38 +124,34 @@ def _copy_of(value: Any) -> Any:
 def copy_for(then: Any, current: Any) -> Any:
     """Copies a plain value that is to take the place of ``current``, which gives defaultdicts the functions that make their entries."""
     copy = copy_of(then)
-    _find_factories(copy, current)
+    for part, there in _without_functions(copy, current):
+        if type(there) is defaultdict:
+            part.default_factory = there.default_factory
     return copy
-
-
-def _find_factories(value: Any, current: Any) -> None:
-    if type(value) is defaultdict and value.default_factory is codec.lost_factory and type(current) is defaultdict:
-        value.default_factory = current.default_factory
-    there: Any
-    for key, part in value.items() if type(value) in MAPPINGS else enumerate(value) if type(value) in SEQUENCES else ():
-        if type(part) not in MAPPINGS and type(part) not in SEQUENCES:
-            continue
-        if is_a(current, dict):
-            there = current.get(key)
-            if there is None and type(part) is defaultdict and type(current) is defaultdict and current.default_factory is not None:
-                there = current.default_factory()
-        else:
-            there = current[key] if type(current) in (list, tuple, deque) and key < len(current) else None
-        _find_factories(part, there)
 
 
 def has_its_functions(value: Any, then: Any) -> bool:
     """Whether a plain value's defaultdicts find their functions in a process in which it is as ``then``; see `copy_for`."""
-    if type(value) is defaultdict and value.default_factory is codec.lost_factory and type(then) is not defaultdict:
-        return False
+    return all(type(there) is defaultdict for _, there in _without_functions(value, then))
+
+
+def _without_functions(value: Any, current: Any) -> Iterator[tuple[defaultdict[Any, Any], Any]]:
+    """The defaultdicts in a plain value that have lost their functions, each with its counterpart in ``current``; None: it has none."""
+    if type(value) is defaultdict and value.default_factory is codec.lost_factory:
+        yield value, current
     if type(value) in SEQUENCES:
-        parts = [*then] if type(then) in (list, tuple, deque) else []
-        return all(itertools.starmap(has_its_functions, itertools.zip_longest(value, parts[: len(value)])))
-    if type(value) not in MAPPINGS:
-        return True
-    before = then if is_a(then, dict) else {}
-    made = type(then) is defaultdict  # by its function, as new ones will be
-    return all(has_its_functions(part, before.get(key)) for key, part in value.items() if key in before or not made)
+        parts, counterparts = enumerate(value), dict(enumerate(current)) if type(current) in (list, tuple, deque) else {}
+    elif type(value) in MAPPINGS:
+        parts, counterparts = value.items(), current if is_a(current, dict) else {}
+    else:
+        return
+    for key, part in parts:
+        there = counterparts.get(key)
+        if type(part) is defaultdict and key not in counterparts and type(current) is defaultdict and current.default_factory is not None:
+            if current.default_factory is codec.lost_factory:
+                continue  # where it is at work, it makes entries with functions
+            there = current.default_factory()
+        yield from _without_functions(part, there)
 
 
 def is_shared(value: Any) -> bool:

@@ -37,7 +37,7 @@ class Introduction:
     orders: Orders
     stored: Version | None = None  # the host's note of the newest stored version
     launch: str = ""  # that opened the stream on this host last; empty: unknown
-    seconds: float = 0.0  # of the run that its host's agent has seen
+    seen: tuple[int, float] = (0, 0.0)  # of the run's time, by its host's agent: `RunTime.extent`
     goes_on: bool = False  # the stream was opened here by an earlier process of this same launch
     ages: dict[Version, float] = field(default_factory=dict)  # of the newest copy of each version, in tenths of a second
 

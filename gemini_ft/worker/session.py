@@ -247,7 +247,7 @@ def _introduction(config: GeminiConfig, client: AgentClient, run: str, stream: s
         orders=Orders.read(run),
         stored=mark.version if mark is not None else None,
         launch=launch,
-        seconds=client.welcome.time.total if client.welcome.time is not None else 0.0,
+        seen=client.welcome.time.extent if client.welcome.time is not None else (0, 0.0),
         goes_on=goes_on,
     )
 
@@ -267,7 +267,7 @@ def _agree(
     if reopen is not None:
         check_storage(config, reopen, choice, hello, [about.welcome.info.host for about in everyone])
     make_spec = partial(_make_spec, config, stream, everyone, choice)
-    seen = max(range(len(everyone)), key=lambda one: everyone[one].seconds)
+    seen = max(range(len(everyone)), key=lambda one: everyone[one].seen)
     own = client.welcome.time if rank == seen else None
     said = exchange_or_raise(lambda: (make_spec() if rank == 0 else None, own, choice.waited), config.timeout)
     spec, past = said[0][0], PastTime(time=longer(said[seen][1], choice.time), waited=said[0][2])

@@ -21,6 +21,13 @@ from gemini_ft.core.goodput import LATEST, Phase, RunTime, TimeLedger, by_cause,
 from gemini_ft.events import EventLog, read_events
 
 
+def kept_by(ledger: TimeLedger, now: float = 0.0) -> RunTime:
+    """The account that a ledger keeps at ``now``, in seconds of the system's clock."""
+    kept = ledger.kept(now)
+    assert kept is not None
+    return kept
+
+
 def test_a_run_that_fails_once() -> None:
     ledger = TimeLedger(100.0)
     ledger.joined(103.0, 1, 0)
@@ -120,8 +127,7 @@ def test_what_was_kept_of_a_run_goes_on_where_nobody_has_seen_it() -> None:
     first = TimeLedger(0.0)
     first.joined(2.0, 1, 0)
     first.stepped(5.0, 1, 0.0)
-    kept = first.kept(1000.0)
-    assert kept is not None
+    kept = kept_by(first, 1000.0)
     alone = TimeLedger(50.0)  # after the loss of everything, from what was stored at step 1
     assert alone.kept(1000.0) is None
     alone.go_on(kept, 1000.0, 51.0)
@@ -136,8 +142,7 @@ def test_what_was_kept_of_a_run_goes_on_where_nobody_has_seen_it() -> None:
     assert alone.total == 11
     alone.failed(57.0, "died", "a")
     beside = TimeLedger(70.0)  # the agent of a host that takes the place of a lost one
-    told = alone.kept(1000.0)
-    assert told is not None
+    told = kept_by(alone, 1000.0)
     assert told.failures[1].at == 1057.0
     beside.go_on(told, 990.0, 71.0)
     beside.joined(71.0, 3, 1)
@@ -152,8 +157,7 @@ def test_what_was_kept_of_a_run_goes_on_where_nobody_has_seen_it() -> None:
 def test_an_agent_that_begins_in_the_middle_of_an_attempt_books_all_of_it() -> None:
     before = TimeLedger(0.0)
     before.joined(1.0, 1, 0)
-    kept = before.kept(0.0)
-    assert kept is not None
+    kept = kept_by(before)
     ledger = TimeLedger(20.0)
     ledger.go_on(kept, 0.0, 2.0)
     ledger.joined(2.0, 2, 0)
@@ -170,8 +174,7 @@ def test_an_agent_that_is_replaced_in_an_attempt_knows_of_the_same_failure(is_to
     before.stepped(5.0, 5, 0.0)
     if is_told:
         before.failed(6.0, "hang", "b", 1)
-    kept = before.kept(0.0)
-    assert kept is not None
+    kept = kept_by(before)
     found = []
     for began in (10.0, 25.0):  # the second replaces the first
         ledger = TimeLedger(began)
@@ -197,9 +200,7 @@ def test_a_host_that_comes_back_takes_the_time_of_those_that_went_on() -> None:
     others.joined(8.0, 2, 5)
     others.stepped(100.0, 50, 0.0)
     others.failed(110.0, "hang", "b", 2)
-    kept, stale = others.kept(0.0), away.kept(0.0)
-    assert kept is not None
-    assert stale is not None
+    kept, stale = kept_by(others), kept_by(away)
     assert longer(stale, kept) is kept
     assert longer(replace(stale, seconds={Phase.TRAINING: 1e6}), kept) is kept
     own = dict(away.own)
@@ -220,8 +221,7 @@ def test_a_run_that_had_finished_and_begins_anew_with_another_agent_trains_nothi
     before.joined(1.0, 1, 0)
     before.stepped(5.0, 5, 0.0)
     before.ended(6.0, is_interrupted)
-    kept = before.kept(0.0)
-    assert kept is not None
+    kept = kept_by(before)
     ledger = TimeLedger(50.0)
     ledger.go_on(kept, 0.0, 50.0)
     ledger.joined(51.0, 2, 0)
@@ -238,8 +238,7 @@ def test_of_many_failures_the_older_ones_are_added_up_by_cause() -> None:
     assert len(ledger.failures) < 40
     assert {failure.cause: failure.count for failure in by_cause(ledger.failures)} == {"died": 25, "hang": 75}
     assert sum(failure.seconds[Phase.DETECTION] for failure in ledger.failures) == ledger.seconds[Phase.DETECTION] == 200
-    kept = ledger.kept(0.0)
-    assert kept is not None
+    kept = kept_by(ledger)
     assert TypeAdapter(RunTime).validate_json(TypeAdapter(RunTime).dump_json(kept)) == kept
 
 
@@ -282,8 +281,7 @@ def test_the_largest_ledger_that_is_accepted_can_be_gone_on_from() -> None:
         ledger.go_on(TypeAdapter(RunTime).validate_python(given | {"is_lost": is_lost}), -4e10, 1.0)
         ledger.joined(2.0, most, most)
         ledger.failed(3.0, "died", "a", most)
-        kept = ledger.kept(4e10)
-        assert kept is not None
+        kept = kept_by(ledger, 4e10)
         assert len(kept.failures) <= 65 + 8
         assert kept.failures[0].cause != kept.failures[64].cause == "other"
         assert len(by_cause(kept.failures)) == 65

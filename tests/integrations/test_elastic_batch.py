@@ -195,7 +195,7 @@ def step_each_batch(until: int) -> dict[str, Any]:
 
 
 def test_a_scheduler_of_micro_batches_is_refused_at_the_first_step_of_other_ranks(tmp_path: Path) -> None:
-    """Before anything of it is saved: with one micro-batch a step nobody has seen it."""
+    """The refusal comes before a snapshot has the scheduler's state: as long as a step is one micro-batch, the two look alike."""
     with World(tmp_path, 2, **LAUNCHED) as ranks:
         begun = ranks.outcome(step_each_batch, 3)
         assert [each["told"] for each in begun] == ["", ""], begun

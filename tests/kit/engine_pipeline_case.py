@@ -166,7 +166,7 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def refused_alone(engine: Any) -> dict[str, str]:
-    """What an engine is refused with whose ranks train alone, and at last without its pipeline."""
+    """Returns the errors of saving, loading and moving an engine whose ranks train alone; the last two: after its pipeline has ended."""
     from pipeline_case import error_of
 
     found = {
@@ -183,7 +183,7 @@ def refused_alone(engine: Any) -> dict[str, str]:
 
 
 def skipped(case: Case) -> str:
-    """What this rank's training ends with, where the second step's loss is infinite on rank 1."""
+    """Returns the error that ends this rank's training; the second step's loss is infinite on rank 1."""
     from pipeline_case import error_of
 
     import gemini_ft
@@ -202,7 +202,7 @@ def skipped(case: Case) -> str:
 
 
 def under_lightning(case: Case, folder: str) -> dict[str, str]:
-    """What a Trainer's fit is refused with that has a ModelCheckpoint, or none."""
+    """Returns the errors of a Trainer's fit with a ModelCheckpoint and without one."""
     import lightning.pytorch as package
     from pipeline_case import error_of
 

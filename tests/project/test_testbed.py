@@ -35,7 +35,7 @@ def permitted() -> None:
 
 @pytest.fixture(scope="module")
 def network(permitted: None) -> Iterator[Network]:
-    """Of all tests that leave it as they found it, but for one more host at the end."""
+    """Two hosts that the tests share; they leave it as they found it, but for one more host at the end."""
     with Network(2, rate="200mbit") as network:
         yield network
 
