@@ -24,14 +24,10 @@ _WAY_OUT = "set engine.gemini.deferred = True, and call engine.gemini.save() as 
 
 
 class Border:
-    """Decides when the state after a step of one engine is saved.
-
-    Attributes:
-        is_late: when the next forward pass begins, because the script writes tensors after ``engine.step()``.
-    """
+    """Decides when the state after a step of one engine is saved."""
 
     def __init__(self, protection: Protection, module: torch.nn.Module) -> None:
-        self.is_late = False
+        self.is_late = False  # when the next forward pass begins, because the script writes tensors after ``engine.step()``
         self._protection = protection
         self._moment: Any = None  # of the end of a step whose state is still to be saved
         self._values: dict[str, Any] = {}  # of client_state, at the end of the step

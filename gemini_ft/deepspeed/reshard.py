@@ -30,15 +30,10 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """The way in which one rank's part of the training state is made of parameters.
+    """The way in which one rank's part of the training state is made of parameters."""
 
-    Attributes:
-        shapes: tensor of masters or of a frozen parameter -> its shape.
-        fragments: what they consist of; what is missing is padding.
-    """
-
-    shapes: Mapping[str, tuple[int, ...]]
-    fragments: Sequence[Fragment]
+    shapes: Mapping[str, tuple[int, ...]]  # tensor of masters or of a frozen parameter -> its shape
+    fragments: Sequence[Fragment]  # what they consist of; what is missing is padding
 
     def of(self, master: str) -> list[Fragment]:
         """The fragments of one tensor."""

@@ -17,16 +17,11 @@ _log = logging.getLogger("gemini_ft")
 
 
 class Engines:
-    """Knows the engines that are open, for what is said about all of them and for the random generators, which they share.
-
-    Attributes:
-        open: the engines' protections.
-        watch: looks at the script's loop.
-    """
+    """Knows the engines that are open, for what is said about all of them and for the random generators, which they share."""
 
     def __init__(self) -> None:
-        self.open: weakref.WeakSet[Protection] = weakref.WeakSet()
-        self.watch = LoopWatch()
+        self.open: weakref.WeakSet[Protection] = weakref.WeakSet()  # the engines' protections
+        self.watch = LoopWatch()  # looks at the script's loop
         self._stepped: list[str] = []  # names, in the order of the first steps
         self._has_warned = False
 

@@ -124,10 +124,6 @@ class HostHealth:
     Args:
         account: gives the account of this host's agent.
         drain: begins the drain of this host.
-
-    Attributes:
-        leaves: whether this host is drained once the state is written as `at_work` has left it.
-        ranks: of this host's workers.
     """
 
     def __init__(
@@ -156,8 +152,8 @@ class HostHealth:
         self._published = out_of_use(run)  # of the launcher before this one, perhaps
         self._has_complained = False
         self._is_drained = False
-        self.leaves = False
-        self.ranks: set[int] = set()
+        self.leaves = False  # whether this host is drained once the state is written as `at_work` has left it
+        self.ranks: set[int] = set()  # of this host's workers
 
     def suspect(self, why: str) -> None:
         """Has this host judged before it joins once more."""

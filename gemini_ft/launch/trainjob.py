@@ -33,17 +33,11 @@ PATIENCE = 5.0  # seconds for an endpoint to answer
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """The place that takes reports.
+    """The place that takes reports."""
 
-    Attributes:
-        url: https only, since the token goes there.
-        ca: path of the certificate that its own must be signed by.
-        token: path of the token, which is renewed now and then.
-    """
-
-    url: str
-    ca: str
-    token: str
+    url: str  # https only, since the token goes there
+    ca: str  # path of the certificate that its own must be signed by
+    token: str  # path of the token, which is renewed now and then
 
     def post(self, status: Mapping[str, Any]) -> None:
         """Posts one report; redirections are not followed, and no proxy is asked.

@@ -31,11 +31,6 @@ class Between:
     Args:
         rests: whether it is a validation's: its iterations are over whenever its state is asked for.
         insists: whether the user has declared that changes beside the generators do not matter.
-
-    Attributes:
-        workers: the states of its worker processes; None where nothing of them is needed.
-        forked: attributes of the dataset that persistent workers were started with; None before that.
-        named: paths of attributes that were named in a warning.
     """
 
     def __init__(self, parts: LoaderParts, *, rests: bool, insists: bool) -> None:
@@ -44,10 +39,10 @@ class Between:
         self._looks_at_draws = getattr(loader, "num_workers", 0) > 0 and not (rests or insists)
         persistent = getattr(loader, "persistent_workers", False)
         self._workers = getattr(loader, "num_workers", 0) if persistent or not rests else 0
-        self.workers = self._new_workers()
-        self.forked: Values | None = None
+        self.workers = self._new_workers()  # the states of its worker processes; None where nothing of them is needed
+        self.forked: Values | None = None  # attributes of the dataset that persistent workers were started with; None before that
         self._exchange: AttributeSwap | None = None  # of attributes, while workers see those that they were started with first
-        self.named: set[str] = set()
+        self.named: set[str] = set()  # paths of attributes that were named in a warning
 
     @property
     def _loader(self) -> Any:

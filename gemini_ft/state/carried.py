@@ -46,19 +46,12 @@ _HOUR = 3600.0  # a clock that reads less cannot be told from other numbers
 
 @dataclass(frozen=True, kw_only=True)
 class LoopChanges:
-    """The changes of a loop's variables that no snapshot has, each named once.
+    """The changes of a loop's variables that no snapshot has, each named once."""
 
-    Attributes:
-        carried: variables on which later steps may depend.
-        added: numbers that the loop only adds to.
-        data: attributes of objects that the loop iterates over.
-        odd: variables that cannot be looked at -> the error of each.
-    """
-
-    carried: Sequence[str] = ()
-    added: Sequence[str] = ()
-    data: Sequence[str] = ()
-    odd: Mapping[str, Exception] = field(default_factory=dict)
+    carried: Sequence[str] = ()  # variables on which later steps may depend
+    added: Sequence[str] = ()  # numbers that the loop only adds to
+    data: Sequence[str] = ()  # attributes of objects that the loop iterates over
+    odd: Mapping[str, Exception] = field(default_factory=dict)  # variables that cannot be looked at -> the error of each
 
 
 class _Leaf(NamedTuple):
@@ -219,23 +212,14 @@ def _parts(item: Any, variables: _Variables) -> list[tuple[Any, Any]] | None:
 
 
 class _Variables:
-    """The variables of the loops that are under way, without those that each turn sets before it reads them.
-
-    Attributes:
-        found: name -> value.
-        held: names that a turn of an outer loop sets: they are compared as long as they stay the same objects.
-        added: names that the loops only add to.
-        iterated: names in the expressions that the loops iterate over.
-        begun: names to which the loops' functions assign only constants, and add.
-        tables: ids of the dicts of the modules whose variables are in ``found``.
-    """
+    """The variables of the loops that are under way, without those that each turn sets before it reads them."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-        self.held: set[str] = set()
-        self.added: set[str] = set()
-        self.iterated: set[str] = set()
-        self.begun: set[str] = set()
+        self.found: dict[str, Any] = {}  # name -> value
+        self.held: set[str] = set()  # names that a turn of an outer loop sets: they are compared as long as they stay the same objects
+        self.added: set[str] = set()  # names that the loops only add to
+        self.iterated: set[str] = set()  # names in the expressions that the loops iterate over
+        self.begun: set[str] = set()  # names to which the loops' functions assign only constants, and add
         modules: dict[int, Mapping[str, Any]] = {}
         frames = [(frame, turns) for frame in script_frames() if (turns := turns_at(frame)) is not None]
         loops = [turn for _, turns in frames for turn in reversed(turns)]
@@ -250,7 +234,7 @@ class _Variables:
                 self.begun |= begun_by(frame.f_code) & self.found.keys()
         for variables in modules.values():
             self._add(variables, ())
-        self.tables = {id(frame.f_globals) for frame in script_frames()}
+        self.tables = {id(frame.f_globals) for frame in script_frames()}  # ids of the dicts of the modules whose variables are in ``found``
 
     def _add(self, variables: Mapping[str, Any], turns: Sequence[LoopTurn]) -> None:
         carried = {name for turn in turns for name in turn.carried}

@@ -28,21 +28,13 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copy:
-    """A part of an owned piece: a live view, and the place of its bytes.
+    """A part of an owned piece: a live view, and the place of its bytes."""
 
-    Attributes:
-        name: the tensor's name.
-        view: elements of the live tensor; flat if the tensor is contiguous.
-        offset: byte in the shard, a multiple of the element size.
-        nbytes: bytes of the view, never 0.
-        mutable: see `gemini_ft.state.tensors.Source`.
-    """
-
-    name: str
-    view: torch.Tensor
-    offset: int
-    nbytes: int
-    mutable: bool
+    name: str  # the tensor's name
+    view: torch.Tensor  # elements of the live tensor; flat if the tensor is contiguous
+    offset: int  # byte in the shard, a multiple of the element size
+    nbytes: int  # bytes of the view, never 0
+    mutable: bool  # see `gemini_ft.state.tensors.Source`
 
 
 def plan_copies(sources: Iterable[Source], layout: Layout, limit: int | None = None) -> list[Copy]:

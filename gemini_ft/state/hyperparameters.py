@@ -24,9 +24,6 @@ class Hyperparameters:
 
     Args:
         stateful: name -> object given to the Checkpointer; of schedulers among them the values are known.
-
-    Attributes:
-        then: those of the snapshot, until they are compared.
     """
 
     def __init__(self, stateful: Mapping[str, Any]) -> None:
@@ -34,7 +31,7 @@ class Hyperparameters:
         for name, item in stateful.items():
             if isinstance(item, torch.optim.lr_scheduler.LRScheduler):
                 self._beside |= of_scheduler(f"state[{name!r}]", item)
-        self.then: Mapping[str, Given] = {}
+        self.then: Mapping[str, Given] = {}  # those of the snapshot, until they are compared
         self._given: Given = {}  # as the script gave them when the training began
         self._script: Given = {}  # those of which no snapshot holds the value, so that the script's is in force
         self._is_known = False  # they are as a snapshot has them

@@ -73,13 +73,10 @@ class LoopWatch:
     Args:
         state: the objects that were given beside the models, as `resume` has left them.
         has_resumed: whether the state was resumed: then the loop may go through the rest of an epoch without a step.
-
-    Attributes:
-        named: the names that were said; its owner may put a set here that is part of snapshots.
     """
 
     def __init__(self, state: Collection[Any] = (), *, has_resumed: bool = True) -> None:
-        self.named: set[str] = set()
+        self.named: set[str] = set()  # the names that were said; its owner may put a set here that is part of snapshots
         self._failed: set[str] = set()
         self._has_resumed, self._is_first = has_resumed, True
         self._source = BatchSource(state)

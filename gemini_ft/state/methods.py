@@ -42,15 +42,10 @@ def _methods(kind: type, name: str) -> Iterator[tuple[type, FunctionType]]:
 
 
 class _Use(NamedTuple):
-    """One use of a function's first argument.
+    """One use of a function's first argument."""
 
-    Attributes:
-        name: of the attribute that is read or set; "" where the argument is used as a whole.
-        is_set: whether the attribute is set.
-    """
-
-    name: str
-    is_set: bool
+    name: str  # of the attribute that is read or set; "" where the argument is used as a whole
+    is_set: bool  # whether the attribute is set
 
 
 def _functions(item: Any) -> list[FunctionType]:

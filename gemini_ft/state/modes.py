@@ -71,9 +71,6 @@ class Modes:
     Args:
         others: name -> another object whose attributes count, such as a callback.
         leave: names of attributes that are not the user's, for any object.
-
-    Attributes:
-        named: what has been said in this job not to be restored.
     """
 
     def __init__(
@@ -84,7 +81,7 @@ class Modes:
         self._generators = self._search(modules)
         self._seen: Modules | None = None
         self._trained = _trained(modules)
-        self.named: set[str] = set()
+        self.named: set[str] = set()  # what has been said in this job not to be restored
 
     def follow(self, others: Mapping[str, Any]) -> None:
         """Takes in objects beside the modules that came later: all of their plain attributes count as changed."""

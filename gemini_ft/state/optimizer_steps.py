@@ -37,10 +37,6 @@ class OptimizerSteps:
 
     Args:
         before: called before each step.
-
-    Attributes:
-        made: how many there have been, of all optimizers.
-        has_stepped: whether one of them was since `take`.
     """
 
     def __init__(self, before: Callable[[], None]) -> None:
@@ -51,8 +47,8 @@ class OptimizerSteps:
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # unknown ones that the user was told of
         self._has_hooks = True
         self._stranger: Callable[[], Optimizer | None] = lambda: None  # one that has stepped and was not given, if it still exists
-        self.made = 0
-        self.has_stepped = False
+        self.made = 0  # how many there have been, of all optimizers
+        self.has_stepped = False  # whether one of them was since `take`
         self._idle: int | None = 0  # iterations without a step; None: there has been one
         self._is_unannounced = False  # one has been captured since the loop announced an update for the last time
 

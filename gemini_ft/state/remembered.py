@@ -62,15 +62,10 @@ OF_LOADERS = frozenset({"_gemini", "_iterator", "_index_sampler"})
 
 
 class AttributeChanges(NamedTuple):
-    """The differences between attributes now and at the mark.
+    """The differences between attributes now and at the mark."""
 
-    Attributes:
-        kept: new values of those that are plain.
-        lost: paths of those that are not.
-    """
-
-    kept: Values
-    lost: list[str]
+    kept: Values  # new values of those that are plain
+    lost: list[str]  # paths of those that are not
 
 
 class Attributes:

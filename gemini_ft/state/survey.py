@@ -37,23 +37,14 @@ _RESERVED = re.compile(r"(optim\d+|group\d+|gradients)$")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Survey:
-    """Modules and optimizers between two steps.
+    """Modules and optimizers between two steps."""
 
-    Attributes:
-        live: each parameter and buffer under its first name, and state of optimizers under all of its names.
-        ties: further name of a parameter or buffer -> its first name.
-        models: name -> module, as it was given.
-        modules: name as in snapshots -> module, of all modules.
-        optimizers: name -> optimizer, also of those that others hold.
-        walks: how often there have been other modules by now.
-    """
-
-    live: list[Live]
-    ties: dict[str, str]
-    models: Models
-    modules: Modules
-    optimizers: dict[str, Optimizer]
-    walks: int
+    live: list[Live]  # each parameter and buffer under its first name, and state of optimizers under all of its names
+    ties: dict[str, str]  # further name of a parameter or buffer -> its first name
+    models: Models  # name -> module, as it was given
+    modules: Modules  # name as in snapshots -> module, of all modules
+    optimizers: dict[str, Optimizer]  # name -> optimizer, also of those that others hold
+    walks: int  # how often there have been other modules by now
 
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:

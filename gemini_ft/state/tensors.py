@@ -63,21 +63,13 @@ class Role(Enum):
 
 
 class Live(NamedTuple):
-    """One tensor of the training state, where it lives now.
+    """One tensor of the training state, where it lives now."""
 
-    Attributes:
-        name: as it is called in snapshots.
-        tensor: as its owner holds it, so possibly a DTensor.
-        role: parameter, buffer or optimizer state.
-        param: the parameter that optimizer state belongs to.
-        same_as: the earlier name under which the very same tensor was found.
-    """
-
-    name: str
-    tensor: torch.Tensor
-    role: Role
-    param: torch.Tensor | None = None
-    same_as: str | None = None
+    name: str  # as it is called in snapshots
+    tensor: torch.Tensor  # as its owner holds it, so possibly a DTensor
+    role: Role  # parameter, buffer or optimizer state
+    param: torch.Tensor | None = None  # the parameter that optimizer state belongs to
+    same_as: str | None = None  # the earlier name under which the very same tensor was found
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,13 +242,9 @@ def _marked(value: Any, closely: bool, most: int) -> int:
 
 
 class Numbered(NamedTuple):
-    """Says of a mapping that numbers its keys in their order that it has outgrown what can be kept.
+    """Says of a mapping that numbers its keys in their order that it has outgrown what can be kept."""
 
-    Attributes:
-        entries: how many it has, and at least as many as can be kept.
-    """
-
-    entries: int
+    entries: int  # how many it has, and at least as many as can be kept
 
 
 def sample_of(value: Any) -> Any:

@@ -51,13 +51,10 @@ class CopyWhen:
     Args:
         choice: the user's, ``copy_when``.
         warn: called with the reason why the last snapshot is worth nothing, where the user has to do something about it.
-
-    Attributes:
-        at_step: whether it is copied at once.
     """
 
     def __init__(self, choice: str, warn: Callable[[str], None]) -> None:
-        self.at_step = choice == "at_step"
+        self.at_step = choice == "at_step"  # whether it is copied at once
         self._is_auto, self._warn = choice == "auto", warn
         self._suspicious = False  # state was written during the last copy, and it is not known whether in forward
         self._watch: _EarlyWrites | None = None

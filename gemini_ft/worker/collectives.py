@@ -55,19 +55,12 @@ def unobserved() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class _NumberedGroup:
-    """A process group whose collectives are counted.
+    """A process group whose collectives are counted."""
 
-    Attributes:
-        head: its size, 0 for transfers between two of its ranks, and its name.
-        place: in the control page; -1: it has none.
-        number: collectives that have begun, by which all of its ranks number them alike.
-        used: when the last one began, in seconds of the monotonic clock.
-    """
-
-    head: tuple[int, bytes]
-    place: int = -1
-    number: int = 0
-    used: float = 0.0
+    head: tuple[int, bytes]  # its size, 0 for transfers between two of its ranks, and its name
+    place: int = -1  # in the control page; -1: it has none
+    number: int = 0  # collectives that have begun, by which all of its ranks number them alike
+    used: float = 0.0  # when the last one began, in seconds of the monotonic clock
 
 
 class Flight:
@@ -95,16 +88,11 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 class Observer:
-    """One user's view of this process's collectives, with its own steps; made by `observe`.
-
-    Attributes:
-        page: shows what is in flight.
-        newest: the last step that is over.
-    """
+    """One user's view of this process's collectives, with its own steps; made by `observe`."""
 
     def __init__(self, traffic: CollectiveTraffic) -> None:
-        self.page = ControlPage.create()
-        self.newest: ObservedStep | None = None
+        self.page = ControlPage.create()  # shows what is in flight
+        self.newest: ObservedStep | None = None  # the last step that is over
         self._traffic = traffic
         self._step: list[Flight] = []  # begun since the step did
         self._began = self._idle_since = time.monotonic()

@@ -49,17 +49,13 @@ class DrainedError(SystemExit):
 
 
 class Drain:
-    """The wish that this rank leaves after a step, from wherever it comes: a signal to this process, or the host's agent.
-
-    Attributes:
-        announced: whether the host's agent knows.
-    """
+    """The wish that this rank leaves after a step, from wherever it comes: a signal to this process, or the host's agent."""
 
     def __init__(self, config: GeminiConfig) -> None:
         self._signal, self._seconds, self._stores = config.drain_signal, config.drain_seconds, config.storage is not None
         self._since: float | None = None
         self._stored = 0  # newest iteration that is on its way to storage
-        self.announced = False
+        self.announced = False  # whether the host's agent knows
 
     @property
     def begun(self) -> bool:

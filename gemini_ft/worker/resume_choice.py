@@ -66,21 +66,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Stored:
-    """Rank 0's findings in storage, for all ranks.
+    """Rank 0's findings in storage, for all ranks."""
 
-    Attributes:
-        manifest: the checkpoint to resume; None: none, or it cannot be told.
-        unclear: why it cannot be told; empty: it can.
-        told: incarnations in storage, and where they come from.
-        aside: of these, those that the user's choice of a history leaves aside.
-        present: everything that is there, by folder.
-    """
-
-    manifest: Manifest | None = None
-    unclear: str = ""
-    told: Told = ()
-    aside: frozenset[Incarnation] = frozenset()
-    present: tuple[tuple[str, Version], ...] = ()
+    manifest: Manifest | None = None  # the checkpoint to resume; None: none, or it cannot be told
+    unclear: str = ""  # why it cannot be told; empty: it can
+    told: Told = ()  # incarnations in storage, and where they come from
+    aside: frozenset[Incarnation] = frozenset()  # of these, those that the user's choice of a history leaves aside
+    present: tuple[tuple[str, Version], ...] = ()  # everything that is there, by folder
 
 
 class Chooser:
