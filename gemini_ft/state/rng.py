@@ -62,16 +62,16 @@ class _ScriptGenerators:
 
     def __init__(self) -> None:
         self._places: list[_Place] = []  # those that had a generator at the last look
-        self._imported = 0
+        self._modules: list[ModuleType] = []  # those that were looked through
 
     def look(self) -> dict[str, Any]:
-        self._imported = len(sys.modules)
-        self._places = [place for module in script_modules() for place in _places(module)]
+        self._modules = script_modules()
+        self._places = [place for module in self._modules for place in _places(module)]
         return self.seen()
 
     def seen(self) -> dict[str, Any]:
-        """Returns what is now in the variables of the last look; it looks again where modules have been imported since."""
-        if self._imported != len(sys.modules):
+        """Returns what is now in the variables of the last look; it looks again where the script has other modules since."""
+        if self._modules != script_modules():
             return self.look()
         of_process = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
         found = {place.path: place.value for place in self._places}

@@ -15,18 +15,19 @@ from gemini_ft.state.fields import is_a
 
 _LIBRARIES = (str(Path(__file__).parents[1]), str(Path(os.__file__).parent))  # this package, and Python's, with what is installed there
 _UNSHARED = 3  # references to the dict of a frame's variables: of the frame, of who looks at it, and of the count itself
-_known: tuple[int, list[ModuleType]] = (0, [])  # how many modules there were, and which of them are the script's
+_imported: tuple[int, str] = (0, "")  # how many modules there were at the last look, and the one that was imported last
+_known: dict[str, ModuleType] = {}  # those of the script among them, by name
 
 
 def script_modules() -> list[ModuleType]:
     """The modules of the script that have been imported."""
-    global _known
-    if _known[0] != len(sys.modules):
+    global _imported, _known
+    now = len(sys.modules), next(reversed(sys.modules))
+    if now != _imported or any(sys.modules.get(name) is not module for name, module in _known.items()):
         # By name: a forked process would copy the pages of thousands of modules, as references to them are counted.
-        own = [name for name in [*sys.modules] if name != "builtins" and not is_of_library(name)]
-        found = [module for module in map(sys.modules.get, own) if module is not None and is_a(module, ModuleType)]
-        _known = len(sys.modules), found
-    return _known[1]
+        own = [(name, sys.modules.get(name)) for name in [*sys.modules] if name != "builtins" and not is_of_library(name)]
+        _imported, _known = now, {name: module for name, module in own if module is not None and is_a(module, ModuleType)}
+    return [*_known.values()]
 
 
 def script_frames() -> Iterator[FrameType]:

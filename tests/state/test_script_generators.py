@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -139,6 +141,21 @@ def test_generators_have_the_names_of_their_variables() -> None:
         f"{__name__}.held.own",
         f"{__name__}.mixing.rng",
     }
+
+
+@pytest.mark.parametrize("name", ["replaced", "another"])
+def test_a_module_in_the_place_of_one_that_is_gone_has_its_generators_kept(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many modules are there as before; the new one may even have the old one's name."""
+    old, new = ModuleType("replaced"), ModuleType(name)
+    monkeypatch.setitem(sys.modules, "replaced", old)
+    script_generators()
+    new.rng = random.Random(7)  # type: ignore[attr-defined]
+    monkeypatch.delitem(sys.modules, "replaced")
+    monkeypatch.setitem(sys.modules, name, new)
+    states = randomness()[-1]
+    assert isinstance(states, dict)
+    assert f"{name}.rng" in states
+    assert f"{name}.rng" in script_generators()
 
 
 def test_a_generator_without_a_state_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
