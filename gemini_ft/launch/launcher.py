@@ -60,9 +60,9 @@ from gemini_ft.launch.endings import (
 )
 from gemini_ft.launch.health import UNHEALTHY, HealthOptions, HostHealth, UnhealthyError
 from gemini_ft.launch.launched import LAUNCH, default_run_id, is_passing
-from gemini_ft.launch.notes import PROTECTED, STORES, notes_of_workers
+from gemini_ft.launch.notes import PROTECTED, STORES, Notes, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
-from gemini_ft.launch.spares import better_rendezvous
+from gemini_ft.launch.spares import PatientJoin, better_rendezvous
 from gemini_ft.launch.stores import OvertakenError, surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.whole_rounds import whole_rounds
@@ -115,22 +115,7 @@ def command(argv: Sequence[str]) -> int:
     endings: Endings | None = None
     try:
         with ExitStack() as stack:
-            stack.enter_context(started_ahead(run_id, host_id()))
-            notes = stack.enter_context(notes_of_workers())
-            hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
-            options_of_health = HealthOptions(command=config.health, seconds=config.health_timeout, drains=config.straggler == "drain")
-            health = HostHealth(run_id, options_of_health, notes, partial(account_of, run_id, _ACCOUNT_SECONDS))
-            this = stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id), health))
-            stack.enter_context(surviving_stores())
-            stack.enter_context(whole_rounds())
-            stack.enter_context(own_log_dir(options))
-            signum = None if config.drain_signal == "none" else signal.Signals[config.drain_signal]
-            drain = HostDrain(run_id, config.drain_seconds, signum, partial(notes.have, PROTECTED))
-            health.drain = drain.heard_once
-            stack.callback(health.end)
-            interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
-            seconds = _join_seconds(options)
-            endings = stack.enter_context(final_endings(notes, run_id, drain, health, interval=interval, join_seconds=seconds))
+            this, notes, drain, endings = _set_up(stack, options, run_id, config)
             copy = stack.enter_context(copied_from_pipe(program)) if not (options.module or options.no_python) else None
             reserve = torchrun.determine_local_world_size(options.nproc_per_node) if config.spare == "warm" else 0
             stand_by = stack.enter_context(workers_of(options, program, copy, reserve))
@@ -155,18 +140,7 @@ def command(argv: Sequence[str]) -> int:
         logger.error("%s", error)
         return UNHEALTHY
     except SignalException as error:
-        if endings is not None and endings.status == LEFT:
-            if endings.has_drained:
-                logger.warning("drained: the last step of this host is committed, and the same command goes on from there")
-            else:
-                logger.error(
-                    "drained, but its workers have failed first (see above): the same command goes on from what was committed by then"
-                )
-            return LEFT
-        logger.error("stopped by %s", error.sigval.name)
-        if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
-            lifecycle.leave(run_id)
-        return 128 + error.sigval
+        return _stopped(error, endings, run_id)
     except (AssertionError, FileNotFoundError, PermissionError, ValueError) as error:
         if endings is None or endings.has_begun:
             raise
@@ -190,6 +164,43 @@ def command(argv: Sequence[str]) -> int:
         )
         return NOT_STORED
     return 0
+
+
+def _set_up(
+    stack: ExitStack, options: argparse.Namespace, run_id: str, config: GeminiConfig
+) -> tuple[PatientJoin, Notes, HostDrain, Endings]:
+    """Changes what torch's launcher does in rendezvous, stores and endings, until the stack is closed."""
+    stack.enter_context(started_ahead(run_id, host_id()))
+    notes = stack.enter_context(notes_of_workers())
+    hosts = torchrun.parse_min_max_nnodes(options.nnodes)[1]
+    options_of_health = HealthOptions(command=config.health, seconds=config.health_timeout, drains=config.straggler == "drain")
+    health = HostHealth(run_id, options_of_health, notes, partial(account_of, run_id, _ACCOUNT_SECONDS))
+    this = stack.enter_context(better_rendezvous(hosts, notes, partial(unheard, run_id), partial(tell_spares, run_id), health))
+    stack.enter_context(surviving_stores())
+    stack.enter_context(whole_rounds())
+    stack.enter_context(own_log_dir(options))
+    signum = None if config.drain_signal == "none" else signal.Signals[config.drain_signal]
+    drain = HostDrain(run_id, config.drain_seconds, signum, partial(notes.have, PROTECTED))
+    health.drain = drain.heard_once
+    stack.callback(health.end)
+    interval, options.monitor_interval = options.monitor_interval, min(_NO_INTERVAL, options.monitor_interval)
+    seconds = _join_seconds(options)
+    endings = stack.enter_context(final_endings(notes, run_id, drain, health, interval=interval, join_seconds=seconds))
+    return this, notes, drain, endings
+
+
+def _stopped(error: SignalException, endings: Endings | None, run_id: str) -> int:
+    """Says by which signal the job has ended, and returns the exit status."""
+    if endings is not None and endings.status == LEFT:
+        if endings.has_drained:
+            logger.warning("drained: the last step of this host is committed, and the same command goes on from there")
+        else:
+            logger.error("drained, but its workers have failed first (see above): the same command goes on from what was committed by then")
+        return LEFT
+    logger.error("stopped by %s", error.sigval.name)
+    if error.sigval == signal.SIGINT:  # the user's wish; after any other signal the same command may come again
+        lifecycle.leave(run_id)
+    return 128 + error.sigval
 
 
 def _check(options: argparse.Namespace) -> None:

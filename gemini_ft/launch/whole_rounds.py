@@ -13,7 +13,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -126,19 +126,19 @@ def _places(handler: Any) -> tuple[int, dict[Any, int]]:
     return state.round, places
 
 
-def _met(handler: Any, store: Any, this: LaunchName, clock: Callable[[], float] = time.monotonic) -> Any:
+def _met(handler: Any, store: Any, this: LaunchName) -> Any:
     """The round's store, once every host of the round has announced itself there, and its launch."""
     begun = _places(handler)
     number, size = begun[1][handler._this_node], len(begun[1])
     store.set(f"{_HERE}/{size}/{number}", this.word)
-    until = clock() + handler._settings.timeout.join.total_seconds()
+    until = time.monotonic() + handler._settings.timeout.join.total_seconds()
     while not store.check([f"{_HERE}/{size}/{other}" for other in range(size)]):
         with handler._heartbeat_lock:
             handler._state_holder.sync()
             now = _places(handler)
         if now != begun:
             raise _BrokenRoundError("a host was lost before all had met")
-        if clock() > until:
+        if time.monotonic() > until:
             raise RendezvousTimeoutError("some hosts have taken a place in the round and never came to it; see their launchers' output")
         time.sleep(_POLL)
     this.agree([store.get(f"{_HERE}/{size}/{other}").decode() for other in range(size)])

@@ -353,7 +353,7 @@ class _Update:
     def _ready(self, optimizer: Optimizer) -> None:
         self._replay.compare_gradients()
         if _is_repeatable(optimizer):
-            with _excused("an update"):
+            with _excused():
                 self._twin = _twin_of(optimizer)
 
     def end(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -362,7 +362,7 @@ class _Update:
         names = self._replay._names
         first = second = _bits(optimizer, names) if twin is not None else {}
         if twin is not None:
-            with _excused("an update"):
+            with _excused():
                 step: Any = type(twin).step
                 (step.__wrapped__ if getattr(step, "hooked", False) else step)(twin)
                 second = dict(zip(first, _bits(twin, {}).values(), strict=True))
@@ -458,12 +458,12 @@ def _copy_of(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _excused(what: str) -> Iterator[None]:
+def _excused() -> Iterator[None]:
     """Names an error of the second computation, and goes on: the training itself did nothing wrong."""
     try:
         yield
     except Exception as error:
-        _log.warning("verify: replay: %s cannot be computed again: %s: %s", what, type(error).__name__, error)
+        _log.warning("verify: replay: an update cannot be computed again: %s: %s", type(error).__name__, error)
 
 
 def _bits(optimizer: Optimizer, names: Mapping[int, str]) -> Bits:

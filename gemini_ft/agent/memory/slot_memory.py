@@ -106,14 +106,13 @@ def address_of(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def populate(memory: mmap.mmap, start: int, length: int, wanted: Callable[[], bool] = lambda: True) -> None:
+def populate(memory: mmap.mmap, wanted: Callable[[], bool]) -> None:
     """Faults pages in ahead of time (a fresh page costs 4-5x the copy into it), as long as they are ``wanted``; releases the GIL."""
-    base = address_of(memory)
-    first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    for offset in range(first, start + length, 64 * 2**20):
+    base, length = address_of(memory), len(memory)
+    for offset in range(0, length, 64 * 2**20):
         if not wanted():
             return
-        _libc.madvise(base + offset, min(64 * 2**20, start + length - offset), _MADV_POPULATE_WRITE)
+        _libc.madvise(base + offset, min(64 * 2**20, length - offset), _MADV_POPULATE_WRITE)
 
 
 def use_huge_pages(memory: mmap.mmap, start: int, length: int) -> None:
