@@ -524,7 +524,8 @@ class Recorder:
                     self._paces = [*(pace for pace in self._paces if pace[0] >= current), (start, interval)]
                     self.events.write("paced", iteration=start, interval=interval)
                     _log.warning("from iteration %d on, a snapshot every %d steps: %s", start, interval, why)
-            case Abort(Version(iteration=iteration)):
+            case Abort(Version(iteration=iteration), reason):
+                self._stats.note_aborted(iteration, reason)
                 self._outcomes.given_up(iteration)
                 self._copying.aborted(iteration)
             case Failed():
