@@ -71,10 +71,12 @@ def run_case(kind: str, seed: int) -> Case | None:
                 return None
         told = hang_case.hangs(events)
         steps = [event for event in read_events(events) if event["event"] == "step" and event["iteration"] <= at]
-        if max((event["iteration"] for event in steps), default=0) < at:
+        if max((event["iteration"] for event in steps), default=0) < at:  # nothing had happened yet
             return None
         last = max(event["at"] for event in steps)  # a rank that was stopped goes on before it is killed
         over = max((event["at"] for event in told), default=float("inf")) - last - hang_case.TIMEOUT
+        if over < 0:  # it was judged for a step that took longer than the timeout
+            return None
     causes, ranks = [event["cause"] for event in told], [event["ranks"] for event in told]
     return Case(kind=kind, act=act.__name__, hosts=hosts, culprit=culprit, at=at, causes=causes, ranks=ranks, seconds=over)
 
