@@ -30,6 +30,7 @@ from gemini_ft.export.state_dicts import WRITTEN, State
 from gemini_ft.export.whole_tensors import Box
 from gemini_ft.export.zero import EngineStates, is_engine
 from gemini_ft.state.base import PlainState
+from gemini_ft.state.placements import part_places, words_of
 from gemini_ft.state.survey import is_out_of_order
 from gemini_ft.state.tensors import Live, Role, Source, describe
 
@@ -212,9 +213,14 @@ class WrittenState(PlainState):
         return [Live(f"{WRITTEN}.{key}", value, Role.PARAMETER) for key, value in self.flat.items() if isinstance(value, torch.Tensor)]
 
     def describe(self, live: Sequence[Live], rank: int, world_size: int) -> list[Source]:
-        """Describes plain tensors, unless they are replicated, as this rank's own: other ranks may have others, or none."""
+        """Describes plain tensors, unless they are replicated, as this rank's own: other ranks may have others, or none.
+
+        Raises UnsupportedStateError: a DTensor is not placed on a mesh of all ranks, in their order.
+        """
         plain = "" if self.is_replicated else PER_RANK
         found = describe(live, rank, world_size, self.is_replicated)
+        for spec in (item.spec for item in found):  # whoever reads must be able to put it together
+            part_places(spec.name, words_of(spec.logical), spec.shape, spec.group, world_size)
         return [replace(item, spec=replace(item.spec, frozen=False, logical=item.spec.logical or plain)) for item in found]
 
     def extras(self) -> dict[str, Any]:
@@ -357,8 +363,11 @@ class GeminiWriter(StorageWriter, AsyncStager):
             self._checkpointer.raise_fatal()
             time.sleep(_POLL)
         if not committed:
+            time.sleep(_POLL)  # what must stop the job is told just after the end of the step to which it has led
+            self._checkpointer.raise_fatal()
+            why = self._checkpointer.stats.aborted.get(step, "the logs say why")
             what = "not committed in time" if committed is None else "given up"
-            raise AgentError(f"step {step} was {what}; the logs say why. What was saved before is still there")
+            raise AgentError(f"step {step} was {what}: {why}. What was saved before is still there")
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done

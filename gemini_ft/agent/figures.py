@@ -108,7 +108,11 @@ class Measures:
         if past.waited:
             self.time.waited(joined, past.waited)
         self.time.joined(joined, number, resumed.iteration if resumed is not None else 0)
-        self._is_restoring = resumed is not None and past.under_way is None
+        if past.restored is not None:
+            self.time.restored(now - past.restored)
+        if past.replayed is not None:
+            self.time.stepped(now - past.replayed[0], past.replayed[1], 0.0)
+        self._is_restoring = resumed is not None and past.restored is None
         if is_restart:
             self.restarts[self._cause or "elsewhere"] += 1
         self._cause = ""

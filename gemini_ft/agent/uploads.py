@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -246,7 +247,9 @@ class Uploader:
             StorageError: the manifest could not be written, or another job has taken this one's run id over.
             UnclearUploadError: the same, and it is not certain that there is none.
         """
-        epoch = self._term.leads_in
+        epoch, time_spent = self._term.leads_in, self._context.measures.kept()
+        if time_spent is not None:  # whoever goes on from an earlier attempt's version counts from that attempt on
+            time_spent = replace(time_spent, incarnation=min(time_spent.incarnation, version.incarnation.number))
         manifest = checkpoints.Manifest(
             run=self._run,
             stream=self._spec.stream,
@@ -258,7 +261,7 @@ class Uploader:
             overtaken=tuple(self._spec.overtaken),
             aside=tuple(self._spec.aside),
             versions=_versions(),
-            time=self._context.measures.kept(),
+            time=time_spent,
             shards={owner: ShardRecord.model_validate_json(record) for owner, record in records.items()},
         )
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -73,9 +74,14 @@ def _of_agents(run: str) -> Mapping[str, BookedTime]:
     found: dict[str, RunTime] = {}
     for document in documents_of(None):
         for name, stream in document["streams"].items() if document["run"] == run else ():
-            if (told := stream.get("measures", {}).get("run")) is not None:
-                time = TypeAdapter(RunTime).validate_python(told)
-                found[name] = longer(found.get(name), time) or time
+            try:
+                time = TypeAdapter(RunTime | None).validate_python(stream["measures"]["run"])
+            except (LookupError, TypeError, ValueError) as error:  # as an agent of another version may tell it
+                why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+                print(f"the ledger of {name} that host {document['host']} has cannot be, and is left out ({why})", file=sys.stderr)
+                continue
+            if (newer := longer(found.get(name), time)) is not None:
+                found[name] = newer
     return found
 
 

@@ -129,11 +129,15 @@ class PastTime:
         time: that which is booked, for an agent that has not seen it; None: nothing.
         waited: seconds for which the ranks waited for storage before they joined.
         under_way: seconds for which the attempt has been at work, with another agent; None: it begins.
+        restored: seconds for which the rank that tells has had its state back; None: it has none to get, or not yet.
+        replayed: (seconds since the last step that was trained again, and that step); None: there was none.
     """
 
     time: RunTime | None = None
     waited: float = 0.0
     under_way: float | None = None
+    restored: float | None = None
+    replayed: tuple[float, int] | None = None
 
 
 def _refuse_wrong(seconds: Mapping[Phase, float], *numbers: int) -> None:
@@ -158,7 +162,10 @@ class TimeLedger(BookedTime):
     def __init__(self, began: float) -> None:
         self.seconds = dict.fromkeys(Phase, 0.0)  # time by phase, up to the last call
         self.failures: list[FailureCost] = []  # the oldest first; of each cause the older ones are added up
-        self.own = dict.fromkeys(Phase, 0.0)  # the part of ``seconds`` that came after ``began``, and that no other ledger had booked
+        # The part of ``seconds`` that came after ``began``, and that no other ledger had booked. No phase of it ever becomes less: seconds
+        # that were moved to another phase are made up for by those that are booked later.
+        self.own = dict.fromkeys(Phase, 0.0)
+        self._overbooked = dict.fromkeys(Phase, 0.0)
         self._began = self._at = began
         self._is_running = False  # an attempt is under way, and no failure of it is known
         self._incarnation = 0
@@ -279,8 +286,8 @@ class TimeLedger(BookedTime):
             if (moved := min(stood - booked[Phase.DETECTION], self._booked, self.seconds[self._trained])) > 0:
                 self.seconds[self._trained] -= moved
                 self.seconds[Phase.DETECTION] += moved
-                seen = min(moved, self.own[self._trained])
-                self.own[self._trained] -= seen
+                seen = min(moved, self.own[self._trained] - self._overbooked[self._trained])
+                self._overbooked[self._trained] += seen
                 self.own[Phase.DETECTION] += seen
                 booked[Phase.DETECTION] += moved
                 if self._charged is not None:
@@ -316,7 +323,10 @@ class TimeLedger(BookedTime):
         if begins is not None:
             self._begin_failure(at, *begins)
         seconds = max(0.0, at - self._at)
-        self.own[phase] += max(0.0, at - max(self._at, self._began))
+        counted = max(0.0, at - max(self._at, self._began))
+        made_up = min(counted, self._overbooked[phase])
+        self._overbooked[phase] -= made_up
+        self.own[phase] += counted - made_up
         self._at = max(self._at, at)
         self.seconds[phase] += seconds
         if self._is_lost:

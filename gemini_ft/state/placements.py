@@ -16,7 +16,7 @@ from gemini_ft.core.layout import PER_RANK, Layout, Piece, Read
 from gemini_ft.errors import CorruptDataError, LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state.tensors import HOST
 
-_WORDS = re.compile(r"\((?P<shape>[\d, ]*)\) (?P<placements>.+) on \((?P<mesh>[\d, ]*)\)")
+_WORDS = re.compile(r"\((?P<shape>[\d, ]*)\) (?P<placements>.+) on \((?P<mesh>[\d, ]*)\)(?: of ranks (?P<ranks>[\d ]+))?")
 _PLACEMENT = re.compile(r"_S\((\d+), (\d+)\)|S\((\d+)\)|R")
 
 Group = tuple[int, ...]
@@ -31,10 +31,15 @@ def words_of(logical: str) -> str:
 
 
 def placement_of(name: str, words: str, world_size: int) -> tuple[Group, str, Group]:
-    """Shape of the whole tensor, placements, and mesh, as the words say them. Raises for a mesh that does not have all ranks."""
+    """Shape of the whole tensor, placements, and mesh, as the words say them. Raises for a mesh without all ranks, or with others first."""
     found = _WORDS.fullmatch(words)
     if found is None:
         raise CorruptDataError(f"{name}: {words!r} does not say how the tensor is placed")
+    if found["ranks"] is not None:
+        raise UnsupportedStateError(
+            f"{name} is placed on a mesh whose ranks are not in their own order ({found['ranks']}); export models whose mesh is in the "
+            "order of ranks, or save this one with its own tools"
+        )
     mesh = _numbers(found["mesh"])
     if math.prod(mesh) != world_size:
         raise UnsupportedStateError(

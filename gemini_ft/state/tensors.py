@@ -21,6 +21,7 @@ from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -256,7 +257,11 @@ def placement_words(name: str, tensor: DTensor) -> str:
     for item in tensor.placements:
         if type(item).__name__ not in ("Shard", "_StridedShard", "Replicate"):
             raise _refused(name, f"has the placement {item}; only Shard and Replicate say who holds which bytes")
-    return f"{tuple(tensor.shape)} {' '.join(map(str, tensor.placements))} on {tuple(tensor.device_mesh.shape)}"
+    mesh = tensor.device_mesh.mesh
+    ranks = mesh.flatten().tolist()
+    is_turned = dist.is_initialized() and len(ranks) == dist.get_world_size() and ranks != sorted(ranks)
+    order = f" of ranks {' '.join(map(str, ranks))}" if is_turned else ""
+    return f"{tuple(tensor.shape)} {' '.join(map(str, tensor.placements))} on {tuple(mesh.shape)}{order}"
 
 
 def holders(tensor: DTensor, rank: int) -> tuple[int, ...]:

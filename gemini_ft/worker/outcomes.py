@@ -31,6 +31,7 @@ class Stats:
     commit_seconds: dict[int, float] = field(default_factory=dict)  # iteration -> from its end until all replicas were verified
     lag: dict[int, int] = field(default_factory=dict)  # iteration -> steps that had ended after it when it was committed
     traffic: dict[int, list[Travelled]] = field(default_factory=dict)  # iteration -> how it got to each peer
+    aborted: dict[int, str] = field(default_factory=dict)  # iteration -> why the hosts will never commit it
     # Per step of which the agent has not heard: seconds that it was held up, and those of them at updates.
     unsaid: list[tuple[float, float]] = field(default_factory=list)
 
@@ -51,6 +52,10 @@ class Stats:
         self.commit_seconds[iteration], self.lag[iteration] = seconds, lag
         _forget_oldest(self.commit_seconds, self.KEPT)
         _forget_oldest(self.lag, self.KEPT)
+
+    def note_aborted(self, iteration: int, reason: str) -> None:
+        self.aborted[iteration] = reason
+        _forget_oldest(self.aborted, self.KEPT)
 
     def note_travelled(self, message: Travelled) -> None:
         """Counts a replica of this rank that has arrived."""

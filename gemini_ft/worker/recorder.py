@@ -21,7 +21,6 @@ from gemini_ft.config import GeminiConfig
 from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.diligence import Diligence
 from gemini_ft.core.faults import World
-from gemini_ft.core.goodput import PastTime
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError, ReplayError, ReplicaDivergedError
 from gemini_ft.events import EventLog
@@ -486,6 +485,7 @@ class Recorder:
     def _step_over(self, iteration: int) -> None:
         arrived()
         self._at = iteration
+        self.session.step_over(iteration)
         if self._observation is not None:
             with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
                 self._observation.step_over(iteration)
@@ -524,7 +524,8 @@ class Recorder:
                     self._paces = [*(pace for pace in self._paces if pace[0] >= current), (start, interval)]
                     self.events.write("paced", iteration=start, interval=interval)
                     _log.warning("from iteration %d on, a snapshot every %d steps: %s", start, interval, why)
-            case Abort(Version(iteration=iteration)):
+            case Abort(Version(iteration=iteration), reason):
+                self._stats.note_aborted(iteration, reason)
                 self._outcomes.given_up(iteration)
                 self._copying.aborted(iteration)
             case Failed():
@@ -561,7 +562,7 @@ class Recorder:
                 secret=session.secret,
                 readopt=True,
                 committed=self._committed,
-                past=PastTime(time=session.past.time, waited=session.past.waited, under_way=time.monotonic() - session.began),
+                past=session.so_far,
                 reached=self._copying.newest,
             )
             client.call(reopening, Opened)

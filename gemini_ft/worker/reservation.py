@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -165,6 +166,8 @@ class Reservation:
         for slot in before.values():
             slot.close()
         self._extras_bytes = extras_bytes
+        if self._session.plan.version is not None and self._session.restored is None:
+            self._session.restored = time.monotonic()
         snapshotter.slots = dict(zip(reserved.slots, map_slots(fds, reserved, snapshotter.plan.device), strict=True))
         with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first copy
             prefaulting = self._prefaulting = self._prefaulting or Ordered("gemini-prefault")

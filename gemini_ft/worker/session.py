@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from typing import Any
@@ -69,6 +69,8 @@ class WorkerSession:
     infos: list[HostInfo]
     orders: Orders  # faults to inject
     began: float = field(default_factory=time.monotonic)
+    restored: float | None = None  # when this rank had its state back
+    replayed: tuple[float, int] | None = None  # when the last step that was trained again ended, and its number
     _sources: ShardReaders | None = field(default=None, init=False)
 
     @property
@@ -84,6 +86,22 @@ class WorkerSession:
                 client, self.host, self.plan, spec.addresses, claims, self.secret, config.timeout, further=spec.further
             )
         return self._sources
+
+    def step_over(self, iteration: int) -> None:
+        """Notes that a step has ended, for an agent that comes in the place of the present one and has not seen it."""
+        if (before := self.past.time) is not None and iteration <= before.furthest:
+            self.replayed = time.monotonic(), iteration
+
+    @property
+    def so_far(self) -> PastTime:
+        """The time of the run before now, for such an agent."""
+        now = time.monotonic()
+        return replace(
+            self.past,
+            under_way=now - self.began,
+            restored=now - self.restored if self.restored is not None else None,
+            replayed=(now - self.replayed[0], self.replayed[1]) if self.replayed is not None else None,
+        )
 
     def forget_sources(self) -> None:
         """Closes the readers of the resumed version: it has been loaded, or will not be."""

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from agent_kit import shape_of, stream_context
 
+from gemini_ft.agent.figures import Measures
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.uploads import HOSTS_PER_SECOND, UnclearUploadError, Uploader, turn
+from gemini_ft.core.goodput import PastTime, Phase, RunTime, TimeLedger
 from gemini_ft.core.layout import TensorSpec, build_layout
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Incarnation, Version
@@ -73,16 +75,17 @@ class Host:
             lineage=[] if begun_as else [EARLIER],
             storage={"url": folder.as_uri(), "every_steps": 1, **settings},
         )
-        self.uploader = Uploader(self.spec, stream_context(self.log.append), self)  # type: ignore[arg-type]
+        self.context = stream_context(self.log.append)
+        self.uploader = Uploader(self.spec, self.context, self)  # type: ignore[arg-type]
 
-    async def upload(self, iteration: int, ends: str = "told") -> str:
+    async def upload(self, what: int | Version, ends: str = "told") -> str:
         """From the copy in the slot to the thawing; what the user is told.
 
         Args:
-            iteration: what is uploaded.
+            what: the version that is uploaded, or an iteration of this attempt.
             ends: "told": all hosts hear the end; "lost": the leader is lost when it has written the manifest; "early": before.
         """
-        version = Version(self.spec.incarnation, iteration)
+        version = Version(self.spec.incarnation, what) if isinstance(what, int) else what
         for index, cut in enumerate(self.memory.cuts(0)):
             self.memory.put_chunk(index, *cut, checksum(self.memory.data(*cut)))
         assert self.memory.finish(version, 0, None)
@@ -280,6 +283,23 @@ def test_what_an_earlier_incarnation_left_is_cleared_before_anything_is_written(
         host.storage.put(f"run/main/step-00000009-inc-{nonce}/shard-00000.safetensors", [b"torn"])
     asyncio.run(host.uploader.tidy())
     assert [key.split("/")[2] for key in host.storage.list("run/main/")] == ["step-00000009-inc-7-0000000f"]
+
+
+def test_a_version_of_an_earlier_attempt_is_stored_with_a_ledger_of_time_that_the_next_job_goes_on_from(host: Host) -> None:
+    host.context.measures = measures = Measures("h")
+    past = PastTime(time=RunTime(seconds={Phase.TRAINING: 50.0}, incarnation=1, furthest=5))
+    measures.opened(THIS.number, EARLIER, is_restart=True, past=past)
+    measures.reached(9, [])
+    asyncio.run(host.upload(EARLIER))
+    manifest = read_manifest(host.storage, list_checkpoints(host.storage)[0].folder)
+    assert (manifest.incarnation, measures.time.failures[0].incarnation) == (EARLIER.incarnation, 1)
+    assert manifest.time is not None
+    assert len(manifest.time.failures) == 1
+    ledger = TimeLedger(0.0)
+    ledger.go_on(manifest.time, 0.0, 1.0)
+    ledger.joined(2.0, THIS.number, 1)  # as nobody is left who knows of that number
+    ledger.stepped(1000.0, 10, 0.0)
+    assert ledger.seconds[Phase.TRAINING] > 1000
 
 
 def test_a_place_that_shows_nothing_of_what_was_stored_before_is_given_nothing(host: Host) -> None:

@@ -487,18 +487,31 @@ def test_reasons_and_causes_are_few() -> None:
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_an_agent_that_is_replaced_in_an_attempt_counts_from_its_own_beginning(is_first: bool) -> None:
+    """What the one before had booked for the restore and the replay is told by the worker."""
     booked = None if is_first else RunTime(seconds={Phase.TRAINING: 1e5}, incarnation=1, furthest=5)
     measures = Measures("a")
-    measures.opened(2, Version(Incarnation(1, "n"), 3), is_restart=False, past=PastTime(time=booked, waited=50.0, under_way=1000.0))
+    past = PastTime(time=booked, waited=50.0, under_way=1000.0, restored=990.0, replayed=None if is_first else (940.0, 5))
+    measures.opened(2, Version(Incarnation(1, "n"), 3), is_restart=False, past=past)
     measures.reserved()
     measures.reached(7, [])
     kept, account = measures.kept(), measures.account()
     assert kept is not None
     assert kept.seconds[Phase.STORAGE] == pytest.approx(50)
-    assert kept.seconds[Phase.TRAINING] >= 1000
-    assert kept.seconds[Phase.RESTORE] == 0
-    assert [(failure.cause, failure.step, failure.resumed) for failure in kept.failures] == ([] if is_first else [("", 5, 3)])
+    assert kept.seconds[Phase.RESTORE] == pytest.approx(10)
+    assert kept.seconds[Phase.REPLAY] == pytest.approx(0 if is_first else 50)
+    assert kept.seconds[Phase.TRAINING] == pytest.approx(990 if is_first else 1e5 + 940, abs=5)
+    lost = [(failure.cause, failure.step, failure.resumed, failure.seconds.get(Phase.REPLAY)) for failure in kept.failures]
+    assert lost == ([] if is_first else [("", 5, 3, pytest.approx(50))])
     assert 0 <= sum(account["seconds"].values()) < 50
+
+
+def test_an_agent_that_is_replaced_in_a_restore_books_it() -> None:
+    measures = Measures("a")
+    measures.opened(2, Version(Incarnation(1, "n"), 3), is_restart=False, past=PastTime(under_way=1000.0))
+    measures.reserved()
+    kept = measures.kept()
+    assert kept is not None
+    assert kept.seconds[Phase.RESTORE] == pytest.approx(1000, abs=5)
 
 
 def test_a_pace_is_the_mean_of_the_last_intervals_and_outlives_a_pause() -> None:

@@ -86,6 +86,22 @@ def test_a_rank_that_was_stopped_and_is_woken_for_the_autopsy_makes_no_training_
     assert ledger.failures[2].seconds == {Phase.DETECTION: 10}
 
 
+def test_a_counter_does_not_go_back_where_training_turns_out_to_have_been_a_hang() -> None:
+    """Prometheus would take it for one that began anew at 0, and add all of it once more."""
+    ledger = TimeLedger(0.0)
+    ledger.joined(0.0, 1, 0)
+    ledger.stepped(1000.0, 1, 0.0)
+    ledger.stepped(1012.0, 2, 0.0)  # stopped for ten seconds
+    ledger.failed(1013.0, "hang", "b", 1, stood=10.0)
+    assert (ledger.seconds[Phase.TRAINING], ledger.own[Phase.TRAINING]) == (1003, 1012)
+    assert ledger.seconds[Phase.DETECTION] == ledger.own[Phase.DETECTION] == 10
+    ledger.joined(1014.0, 2, 2)
+    ledger.stepped(1020.0, 3, 0.0)
+    assert ledger.own[Phase.TRAINING] == 1012, "what comes later makes up for it"
+    ledger.stepped(1030.0, 4, 0.0)
+    assert ledger.own == ledger.seconds
+
+
 def test_a_hang_that_began_before_the_last_rank_had_its_state_takes_nothing_from_a_replay_of_the_past() -> None:
     ledger = TimeLedger(0.0)
     ledger.joined(0.0, 1, 0)
@@ -399,13 +415,14 @@ calls = st.one_of(
 @given(st.lists(st.tuples(st.floats(-1, 5), calls)))
 def test_whatever_happens_each_second_is_booked_once(course: list[tuple[float, tuple[str, ...]]]) -> None:
     """Also where clocks of hosts differ, so that time seems to go back."""
-    ledger, now, latest = TimeLedger(0.0), 0.0, 0.0
+    ledger, now, latest, counted = TimeLedger(0.0), 0.0, 0.0, dict[Phase, float]()
     for pause, (call, *arguments) in course:
         now += pause
         latest = max(latest, now)
         getattr(ledger, call)(now, *arguments)
         assert min(ledger.seconds.values()) >= 0
-        assert min(ledger.own.values()) >= 0
+        assert all(ledger.own[phase] >= seconds for phase, seconds in counted.items()), "a counter goes back"
+        counted = dict(ledger.own)
         assert ledger.total <= latest + 1e-6
         assert len(kept.failures if (kept := ledger.kept(0.0)) is not None else ledger.failures) == len(ledger.failures)
     assert sum(ledger.shares().values()) == pytest.approx(1.0 if ledger.total else 0.0)
@@ -448,6 +465,23 @@ def test_events_of_several_files_are_one_run(tmp_path: Path, capsys: pytest.Capt
         "lost_seconds": 5.0,
         "seconds": {"detection": 1.0, "rendezvous": 3.0, "restore": 1.0},
     }
+
+
+@pytest.mark.parametrize(
+    "told", [{}, None, {"measures": None}, {"measures": {}}, *({"measures": {"run": wrong}} for wrong in (7, WRONG[4]))]
+)
+def test_a_ledger_of_an_agent_that_cannot_be_is_left_out(
+    told: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"measures": {"run": {"seconds": {"training": 5.0}, "incarnation": 1}}}
+    accounts = [{"run": "r", "host": host, "streams": {"main": stream}} for host, stream in {"a": told, "b": good}.items()]
+    monkeypatch.setattr("gemini_ft.cli.goodput.documents_of", lambda _: accounts)
+    assert cli.main(["goodput", "r"]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("main: 5 s, goodput 100.00%\n")
+    assert said.err.startswith("the ledger of main that host a has cannot be, and is left out (")
+    del accounts[1]
+    assert cli.main(["goodput", "r"]) == 1
 
 
 def test_where_there_are_no_events_the_way_to_get_them_is_said(

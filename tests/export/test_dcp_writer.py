@@ -21,7 +21,7 @@ from agent_kit import end_agent, eventually
 from export_case import load_again
 from rank_kit import World
 from torch.distributed.checkpoint.api import CheckpointException
-from writer_case import KINDS, STEPS, go_on, refusals, run_page, write_all
+from writer_case import KINDS, STEPS, go_on, odd_keys, refusals, run_page, write_all
 
 from gemini_ft.cli import main as cli
 from gemini_ft.config import GeminiConfig, load_config
@@ -106,6 +106,27 @@ def test_all_that_was_saved_is_there_under_its_keys(killed: Job, kind: str, tmp_
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(found, storage_reader=reader, no_dist=True)
         assert_identical(found, beside)
+
+
+def test_ddp_whose_ranks_are_not_said_to_be_alike_goes_on_with_the_statistics_of_rank_0(tmp_path: Path) -> None:
+    """As an undisturbed job does, in which DDP spreads them before each step."""
+    with World(tmp_path, 2, GEMINI_SECRET="theirs") as job:
+        job.finish(write_all, str(tmp_path), ("plain", "killed"), {}, ["own"])
+        assert job.restarts == 1
+    plain, killed = (torch.load(tmp_path / f"own-{way}.pt", weights_only=False) for way in ("plain", "killed"))
+    assert_identical(killed, plain)
+
+
+def test_what_only_some_ranks_have_is_given_up_or_refused_and_what_was_saved_stays(tmp_path: Path) -> None:
+    with World(tmp_path, 2) as world:
+        first, other = world.outcome(odd_keys)
+    assert first["said"].pop("step").startswith("step 2 was given up: rank 1 has gone on to iteration 3 ")
+    for found in (first, other):
+        assert (found["newest"], found["w"]) == (3, [3.0, 3.0, 3.0])
+        assert found["said"].keys() == {"one", "turned", "both"}
+        assert "state dict.part is placed on a mesh of (1,) among 2 ranks" in found["said"]["one"]
+        assert "state dict.part is placed on a mesh whose ranks are not in their own order (1 0)" in found["said"]["turned"]
+        assert "key:part invalid fill" in found["said"]["both"]
 
 
 def test_what_cannot_be_saved_is_refused_by_name_and_pauses_are_no_hangs(tmp_path: Path) -> None:

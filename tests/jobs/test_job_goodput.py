@@ -126,3 +126,4 @@ def test_a_job_of_which_only_storage_is_left_goes_on_with_its_time(tmp_path: Pat
         assert len(re.findall(r"agent \d+ of run", world.log("a"))) == 3
         after = of_host("a")["run"]["seconds"]
         assert all(after[phase] >= seconds for phase, seconds in before.items()), (before, after)
+        assert after["restore"] > before["restore"], "the worker has told the new agent"

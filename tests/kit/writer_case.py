@@ -8,7 +8,7 @@ import pickle
 import signal
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save, save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from gemini_ft.dcp import GeminiWriter
 from gemini_ft.errors import StateError
@@ -35,23 +37,26 @@ STEPS = 6
 KINDS = ("ddp", "fsdp2")
 
 
-def write_all(out: str, ways: tuple[str, ...], options: dict[str, Any]) -> None:
+def write_all(out: str, ways: tuple[str, ...], options: dict[str, Any], kinds: Sequence[str] = KINDS) -> None:
     """Trains a model of each kind in one run, one after the other, each way."""
     warnings.simplefilter("ignore")
     start_ranks()
     for way in ways:
-        for kind in KINDS:
+        for kind in kinds:
             write(out, kind, way, options)
 
 
 def write(out: str, kind: str, way: str, options: dict[str, Any]) -> None:
-    """Trains, and writes torch's view of the last state to ``<out>/<kind>-<way>.pt``. A killed job loses rank 1 once, in step 5."""
+    """Trains, and writes torch's view of the last state to ``<out>/<kind>-<way>.pt``. A killed job loses rank 1 once, in step 5.
+
+    Under ``own`` it is DDP whose ranks have statistics of their own batches.
+    """
     rank, sharded = dist.get_rank(), kind == "fsdp2"
     model, optimizer = build(sharded)
     for module in model.modules():
-        if isinstance(module, torch.nn.BatchNorm1d):
+        if isinstance(module, torch.nn.BatchNorm1d) and kind != "own":
             module.eval()  # else its buffers would differ between ranks
-    writer = GeminiWriter(name=kind, replicated=not sharded, **options) if way != "plain" else None
+    writer = GeminiWriter(name=kind, replicated=kind == "ddp", **options) if way != "plain" else None
     saving = dist.new_group(backend="gloo")
     first = 1
     if writer is not None and writer.newest is not None:
@@ -114,6 +119,42 @@ def go_on() -> tuple[Any, ...]:
     except CheckpointException as error:
         said = str(own_failure(error))
     return before, state["step"], found, said
+
+
+def odd_keys() -> dict[str, Any]:
+    """Saves what ranks have alone: a step, DTensors of meshes of one rank or of ranks out of order, and a part of a DTensor of both.
+
+    Returns what was said of each, the newest step, and what is read back of it.
+    """
+    warnings.simplefilter("ignore")
+    start_ranks()
+    rank, group = dist.get_rank(), dist.new_group(backend="gloo")
+    writer = GeminiWriter(name="skips")
+    save({"w": torch.ones(3)}, storage_writer=writer.at(1))
+    said = {}
+    if rank == 1:  # it goes past step 2, and rank 0's copy of that can never be of a whole version
+        saved = async_save({"w": torch.full((3,), 3.0)}, storage_writer=writer.at(3), no_dist=True)
+    else:
+        saved = async_save({"w": torch.full((3,), 2.0)}, storage_writer=writer.at(2), no_dist=True)
+        try:
+            finish(saved)
+        except CheckpointException as error:
+            said["step"] = str(own_failure(error))
+        saved = async_save({"w": torch.full((3,), 3.0)}, storage_writer=writer.at(3), no_dist=True)
+    finish(saved)
+    state: dict[str, Any] = {"w": torch.zeros(3)}
+    load(state, storage_reader=writer.reader(), process_group=group)
+    found = {"newest": writer.newest, "w": state["w"].tolist()}
+    alone_each = [DeviceMesh("cpu", [each]) for each in range(2)]
+    meshes = {"one": alone_each[rank], "turned": DeviceMesh("cpu", [1, 0]), "both": DeviceMesh("cpu", [0, 1])}
+    for name, mesh in meshes.items():
+        part = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+        parts = GeminiWriter(name=name)
+        try:
+            save({"whole": torch.ones(1)} | ({"part": part} if name != "both" or rank == 0 else {}), storage_writer=parts.at(1))
+        except CheckpointException as error:
+            said[name] = str(own_failure(error))
+    return {"said": said, **found}
 
 
 def alone(writer: GeminiWriter) -> tuple[Any, ...]:
