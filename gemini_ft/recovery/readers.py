@@ -72,9 +72,9 @@ class ShardReader(Protocol):
 
         Args:
             start: the first byte that is wanted, and ``stop`` the one after the last; whole chunks come.
-            live: asked for the memory in which a chunk is to end up. If there is some, the chunk is received there, piece by piece, and comes
-                without bytes. It is verified there: when this fails, the memory counts for nothing until another copy has filled all of it.
-                No thread writes to it any more when the iterator has ended, in any way.
+            live: asked for the memory in which a chunk is to end up. If there is some, the chunk is received there and comes without bytes.
+                It is verified there: when this fails, the memory counts for nothing until another copy has filled all of it. No thread
+                writes to it any more when the iterator has ended, in any way.
         """
         ...
 
