@@ -72,15 +72,17 @@ class ShardReader(Protocol):
 
         Args:
             start: the first byte that is wanted, and ``stop`` the one after the last; whole chunks come.
-            live: asked for the memory in which a chunk is to end up, by a reader that receives its chunks from afar. If there is some, the
-                chunk is received there and comes without bytes. It is verified after that: when this fails, the memory counts for nothing
-                until another copy has filled all of it. No thread writes to it any more when the iterator has ended, in any way.
+            live: asked for the memory in which a chunk is to end up. If there is some, the chunk is received there and comes without bytes.
+                It is verified there: when this fails, the memory counts for nothing until another copy has filled all of it. No thread
+                writes to it any more when the iterator has ended, in any way.
         """
         ...
 
 
 class LocalShard:
-    """A shard in this host's agent, read by mapping its memory. ``root``: the root that it must have; None: unknown.
+    """A shard in this host's agent. ``root``: the root that it must have; None: unknown.
+
+    Bytes that have a place are read into it by system calls: through the mapping, each process would pay for the faults of all pages.
 
     Raises:
         CorruptDataError: it is another one.
@@ -115,16 +117,16 @@ class LocalShard:
         return b"".join(bytes(view) for _, view in self._verified(first, first + self._memory.extras_bytes))
 
     def chunks(self, live: Live = nowhere, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, memoryview]]:
-        return self._verified(start, min(self.layout.nbytes, stop if stop is not None else self.layout.nbytes))
+        return self._verified(start, min(self.layout.nbytes, stop if stop is not None else self.layout.nbytes), live)
 
-    def _verified(self, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
+    def _verified(self, start: int, stop: int, live: Live = nowhere) -> Iterator[tuple[int, memoryview]]:
         cuts = [(index, (at, nbytes)) for index, (at, nbytes) in self._cuts if at < stop and start < at + nbytes]
-        return _in_order((partial(self._sound, index, *cut) for index, cut in cuts), threads_of_a_reader())
+        return _in_order((partial(self._sound, index, *cut, live(*cut)) for index, cut in cuts), threads_of_a_reader())
 
-    def _sound(self, index: int, offset: int, nbytes: int) -> tuple[int, memoryview]:
-        view = self._memory.data(offset, nbytes)
+    def _sound(self, index: int, offset: int, nbytes: int, places: Sequence[memoryview]) -> tuple[int, memoryview]:
+        view = memoryview(b"") if places else self._memory.data(offset, nbytes)
         what = f"chunk {index} of rank {self._memory.shape.owner}'s shard in this host's memory"
-        _compare(checksum(view), self._memory.chunks[index][2], what)
+        _compare(self._memory.read(offset, places) if places else checksum(view), self._memory.chunks[index][2], what)
         return offset, view
 
     def stay(self) -> None:

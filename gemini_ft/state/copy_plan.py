@@ -52,6 +52,7 @@ class MappedSlot:
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8) if capacity else torch.empty(0, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
         self._closed = False
+        self.key = _key(fd, data_offset, capacity)
         self._targets: dict[int, list[torch.Tensor]] = {}  # number of a batch -> where its small tensors go
         self._pinned_for = device if capacity and accelerator.pin(device, self.address, capacity) else None
 
@@ -86,9 +87,36 @@ class MappedSlot:
         finally:
             os.close(self.fd)  # it alone would keep the memory; the mapping goes when the last tensor view of it does
 
+    def rest(self) -> None:
+        """Keeps the mapping, with its pages, for the process's next attempt (`map_slots`); nothing writes to it meanwhile."""
+        self._closed = True
+        self.forget()
+        _resting[self.key] = self
+
+    def wake(self) -> MappedSlot:
+        self._closed = False
+        return self
+
+
+_resting: dict[tuple[int, ...], MappedSlot] = {}  # each holds its file, so that the kernel gives the number to no other one
+
+
+def _key(fd: int, data_offset: int, capacity: int) -> tuple[int, ...]:
+    """What two mappings of one slot have in common."""
+    file = os.fstat(fd)
+    return file.st_dev, file.st_ino, data_offset, capacity
+
+
+def end_rest() -> None:
+    """Closes what has been kept for an attempt that needs it no more."""
+    while _resting:
+        _resting.popitem()[1].close()
+
 
 def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | None) -> list[MappedSlot]:
     """Maps all slots that the agent has handed over, or none; the descriptors are this function's.
+
+    Slots that this process has mapped in an attempt before need no pages again: that costs three times as much as a copy into them.
 
     Raises:
         MemoryBudgetError: the kernel, or the driver of the device, gives no memory for that.
@@ -96,7 +124,11 @@ def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | Non
     mapped: list[MappedSlot] = []
     try:
         for fd in fds:
-            mapped.append(MappedSlot(fd, reserved.data_offset, reserved.capacity, device))
+            if (slot := _resting.pop(_key(fd, reserved.data_offset, reserved.capacity), None)) is not None:
+                mapped.append(slot.wake())
+                os.close(fd)
+            else:
+                mapped.append(MappedSlot(fd, reserved.data_offset, reserved.capacity, device))
     except (OSError, RuntimeError) as error:
         for slot in mapped:
             slot.close()

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gemini_ft import accelerator
 from gemini_ft.launch.failures import may_go_away, text_of
 from gemini_ft.launch.in_place import ARRIVED, NEVER
+from gemini_ft.state.copy_plan import end_rest
 from gemini_ft.wire import channel
 
 
@@ -158,6 +159,12 @@ def arrived() -> None:
     if present is not None and not present.has_arrived:
         present.has_arrived = True
         present.say(ARRIVED)
+        end_rest()
+
+
+def is_in_place() -> bool:
+    """Whether another attempt may follow in this process."""
+    return present is not None and not present.refusal
 
 
 def has_failed() -> bool | None:

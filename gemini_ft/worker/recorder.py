@@ -58,7 +58,7 @@ from gemini_ft.wire.worker_messages import (
     WriteRecord,
 )
 from gemini_ft.worker import drain
-from gemini_ft.worker.attempt import arrived, has_failed, leave_if_over
+from gemini_ft.worker.attempt import arrived, has_failed, is_in_place, leave_if_over
 from gemini_ft.worker.collectives import UNSEEN, Observation, write_record
 from gemini_ft.worker.courier import Courier
 from gemini_ft.worker.drain import Drain
@@ -346,7 +346,7 @@ class Recorder:
         if self._has_left:  # a script may close again what has raised an error when it was closed
             return
         self._has_left = True
-        self.halt()
+        self.halt(goes_on=is_in_place() and not finished and not interrupted)
         if finished or interrupted:
             with contextlib.suppress(AgentError):
                 self.client.tell(Goodbye(finished=finished, last=ray_run_name() is not None))
@@ -367,13 +367,15 @@ class Recorder:
             with contextlib.suppress(AgentError):
                 self.client.tell(Over(failed=failed))
 
-    def halt(self) -> None:
+    def halt(self, *, goes_on: bool = False) -> None:
         """Ends the threads that call torch, or hold objects of torch, and leaves everything else as it is.
+
+        ``goes_on``: another attempt in this process will need the same slots.
 
         Python ends a daemon thread that comes back into an interpreter that is being taken apart by unwinding its stack; where torch's
         C++ is on that stack, the whole process ends in ``terminate called without an active exception``.
         """
-        self._copying.stop()
+        self._copying.stop(goes_on=goes_on)
         self._reservation.close()
         self.session.forget_sources()
         if self._observation is not None:

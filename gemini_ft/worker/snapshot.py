@@ -310,15 +310,18 @@ class Snapshotter:
                 self._job.cancelled = "aborted"
                 self._condition.notify_all()
 
-    def stop(self) -> None:
-        """Ends the thread; a copy under way has a few seconds left."""
+    def stop(self, *, goes_on: bool = False) -> None:
+        """Ends the thread; a copy under way has a few seconds left. ``goes_on``: this process will need the same slots again."""
         with self._condition:
             self._stop_by = time.monotonic() + _END_SECONDS
             self._condition.notify_all()
         self._thread.join(timeout=2 * _END_SECONDS)
         if not self._thread.is_alive():
             for slot in self.slots.values():
-                slot.close()
+                if goes_on and self.plan is not None and self.plan.device is None:
+                    slot.rest()
+                else:
+                    slot.close()
             self.slots = {}
 
     def _compare(self, job: PendingSnapshot) -> None:

@@ -444,10 +444,11 @@ class TestRecovery:
         assert (1, 2) not in versions(ranks[0].inventory())
 
     @pytest.mark.parametrize("threads", [1, 3])
+    @pytest.mark.parametrize("damaged", ["peer b", "own memory"])
     def test_what_comes_damaged_into_live_tensors_is_overwritten_by_the_next_peer(
-        self, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch
+        self, damaged: str, threads: int, job: Job, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """A peer's bytes are received where they belong: of the damaged copy some are there before that is known."""
+        """Bytes are received where they belong: of the damaged copy some are there before that is known."""
 
         def refuse(*_: object) -> None:
             raise AssertionError("bytes were copied")
@@ -456,10 +457,12 @@ class TestRecovery:
         monkeypatch.setattr(restore, "copy_into", refuse)
         ranks = job.start()
         job.commit(ranks, 1)
-        ranks[1].corrupt(0)
-        plan = RecoveryPlan(kind="memory", version=job.version(1), sources={0: ("b", "a")})
+        one, other = ranks if damaged == "own memory" else reversed(ranks)
+        one.corrupt(0)
+        plan = RecoveryPlan(kind="memory", version=job.version(1), sources={0: (one.host, other.host)})
         addresses = {rank.host: rank.address for rank in ranks}
-        sources = ShardReaders(ranks[0].client, "another", plan, addresses, job.claims(), b"s" * 16, 10.0)
+        host = one.host if damaged == "own memory" else "another"
+        sources = ShardReaders(ranks[0].client, host, plan, addresses, job.claims(), b"s" * 16, 10.0)
         cut, end = CHUNK + 192, 4 * CHUNK
         tensors = {"head": torch.zeros(cut, dtype=torch.uint8), "tail": torch.zeros(end - cut, dtype=torch.uint8)}
         reads = [
@@ -472,7 +475,7 @@ class TestRecovery:
             seen.append(bytes(tensors["head"]))
             return restore.scatter(shard, reads, tensors)
 
-        assert sources.read(0, 0, use) == ("peer a", end)
+        assert sources.read(0, 0, use) == (f"peer {other.host}", end)
         data, _ = expected(0, 1)
         assert seen[0] == bytes(cut)
         assert seen[1][:CHUNK] not in (bytes(CHUNK), data[:CHUNK])

@@ -178,6 +178,64 @@ def test_the_agent_hears_of_an_attempts_end_only_once_no_copy_is_under_way(
     lifecycle.leave(os.environ["GEMINI_RUN_ID"])
 
 
+def stepping(model: torch.nn.Module, optimizer: torch.optim.Optimizer, checkpointer: gemini_ft.Checkpointer) -> None:
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    checkpointer.step()
+
+
+def test_a_step_without_a_snapshot_is_the_first_one_too(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until then the launcher kills a worker that is stopped."""
+    launcher.setblocking(False)
+    monkeypatch.setenv("GEMINI_RUN_ID", f"first-{os.getpid()}")
+    monkeypatch.setenv("GEMINI_LINGER", "1")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, interval=4)
+    checkpointer.resume()
+    with pytest.raises(BlockingIOError):
+        channel.receive(launcher)
+    for _ in range(2):
+        stepping(model, optimizer, checkpointer)
+    assert channel.receive(launcher) == ({"word": ARRIVED}, [])
+    with pytest.raises(BlockingIOError):
+        channel.receive(launcher)
+    assert checkpointer.stats.snapshots == 0
+    checkpointer.close()
+
+
+def test_the_slots_that_an_attempt_has_mapped_serve_the_next_one(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To give them up and to get their pages anew costs more than all the rest of a rollback."""
+    monkeypatch.setenv("GEMINI_RUN_ID", f"mapped-{os.getpid()}")
+    monkeypatch.setenv("GEMINI_LINGER", "1")
+    mapped, map_one = list[MappedSlot](), MappedSlot.__init__
+
+    def note(slot: MappedSlot, *arguments: Any) -> None:
+        mapped.append(slot)
+        map_one(slot, *arguments)
+
+    monkeypatch.setattr(MappedSlot, "__init__", note)
+    weights, counts = torch.empty(0), list[int]()
+    for number in range(3):
+        assert attempt.present is not None
+        monkeypatch.setattr(attempt, "present", OwnAttempt(attempt.present._end))
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
+        assert checkpointer.resume() == number
+        assert number == 0 or torch.equal(model.weight, weights)
+        stepping(model, optimizer, checkpointer)
+        checkpointer.flush()
+        weights = model.weight.detach().clone()
+        counts.append(len(os.listdir("/proc/self/fd")))
+        if number < 2:
+            attempt.present.close()
+    checkpointer.close()
+    assert len(mapped) == 2
+    assert counts[1] == counts[2]
+    assert all(slot._closed for slot in mapped)
+
+
 def test_a_worker_that_cannot_join_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("GEMINI_RUN_ID", f"unwritable-{os.getpid()}")
     monkeypatch.setenv("GEMINI_LINGER", "1")

@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.slot_files import SlotFiles
-from gemini_ft.core.roots import checksum, layout_digest, shard_root
+from gemini_ft.core.roots import checksum, layout_digest, running_checksum, shard_root
 from gemini_ft.core.versions import MOST, Version
 from gemini_ft.errors import CorruptDataError, FormatError
 
@@ -45,6 +45,7 @@ _HEADER_BYTES = 4096
 _MARK_AT = _HEADER_BYTES - 8  # of a committed version
 _PAGE = 2 * 2**20  # data starts on a huge-page border, so that the kernel may use huge pages for it
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_SLICE = 2**19  # bytes that are read and hashed in turn, so that the hash finds them in the core's cache
 _MADV_POPULATE_WRITE = 23
 _MADV_DONTFORK = 10
 
@@ -216,6 +217,22 @@ class SlotMemory:
     def data(self, offset: int, nbytes: int) -> memoryview:
         start = self.shape.data_offset + offset
         return self._view[start : start + nbytes]
+
+    def read(self, offset: int, places: Sequence[memoryview]) -> int:
+        """Reads the data from ``offset`` on into ``places``, one after the other; returns the `checksum` of the bytes that are there then.
+
+        Raises OSError: the file ends before that.
+        """
+        formed, at = running_checksum(), self.shape.data_offset + offset
+        for piece in (place[low : low + _SLICE] for place in places for low in range(0, place.nbytes, _SLICE)):
+            done = 0
+            while done < piece.nbytes:
+                if not (count := os.preadv(self.fd, [piece[done:]], at + done)):
+                    raise OSError(f"the slot's file ends at byte {at + done}")
+                done += count
+            formed.update(piece)
+            at += done
+        return formed.intdigest()
 
     def clear(self) -> None:
         """Declares the slot's bytes worthless, from now on and after a crash as well."""
