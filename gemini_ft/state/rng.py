@@ -30,8 +30,8 @@ Randomness = tuple[Any, ...]
 
 _CLOSED = (str, bytes, int, float, type, torch.Tensor, np.ndarray)
 _TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-GENERATORS += (np.random.BitGenerator, np.random.SeedSequence, SobolEngine)
+_OF_NUMPY = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, np.random.SeedSequence)
+GENERATORS = (torch.Generator, SobolEngine, *_OF_NUMPY, random.Random)
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, GetSetDescriptorType)
 _USUAL = frozenset(map(id, (*_CODE, MappingProxyType, NoneType, bool, int, float, str, bytes, tuple, list, dict, set)))  # no generators
 
@@ -351,7 +351,7 @@ def _set_state_of(generator: Any, state: Any) -> None:
         generator.quasi.copy_(torch.tensor(state["last"]))
     elif isinstance(generator, np.random.SeedSequence):
         made: Any = np.random.SeedSequence(**state | {"spawn_key": tuple(state["spawn_key"])})
-        generator.__setstate_cython__(made.__reduce__()[2])  # type: ignore[attr-defined]  # as unpickling does: it cannot be set otherwise
+        generator.__setstate_cython__(made.__reduce__()[2])  # as unpickling does: it cannot be set otherwise
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:

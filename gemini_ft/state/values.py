@@ -253,7 +253,8 @@ def _marked_array(array: Any, most: int) -> int:
     if array.dtype.hasobject:
         return hash(tuple(part for part in array.flat[:most] if type(part) in ATOMS))
     is_whole = most == _SAMPLED and array.nbytes <= _WHOLE and not _is_mapped(array)
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(array) if is_whole else _sampled(array))
+    seen: Any = np.ascontiguousarray(array) if is_whole else _sampled(array)
+    return xxhash.xxh3_64_intdigest(seen)
 
 
 class Numbered(NamedTuple):

@@ -341,7 +341,10 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
         lambda seeds: float(seeds.spawn(1)[0].generate_state(1)[0]),
     ),
     "bit generator": (lambda: np.random.Philox(3), lambda bits: float(bits.random_raw())),
-    "sobol": (lambda: torch.quasirandom.SobolEngine(2, scramble=True, seed=3), lambda engine: engine.draw().sum().item()),
+    "sobol": (
+        lambda: torch.quasirandom.SobolEngine(2, scramble=True, seed=3),  # type: ignore[no-untyped-call]
+        lambda engine: engine.draw().sum().item(),
+    ),
     "scaler": (lambda: torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2), _scaled),
     "distribution": (lambda: torch.distributions.Normal(torch.zeros(()), torch.ones(())), lambda normal: normal.loc.add_(1).item()),
     "random of the script": (lambda: OwnRandom(1), lambda own: own.random()),
@@ -375,7 +378,7 @@ def _exchanges(place: Any, value: Any) -> Callable[[Any], None]:
 # What changes in place and cannot be kept.
 UNKEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "objects": (lambda: np.array([1, "a"], dtype=object), _exchanges(0, 2)),
-    "masked": (lambda: np.ma.masked_array([1.0, 2.0], [0, 1]), _exchanges(0, 2.0)),  # type: ignore[no-untyped-call]
+    "masked": (lambda: np.ma.masked_array([1.0, 2.0], [False, True]), _exchanges(0, 2.0)),
     "records": (lambda: np.rec.array([(1.0, 2)], dtype=[("a", "f8"), ("b", "i4")]), lambda held: held.a.__imul__(2)),
     "flags": (lambda: np.zeros(1_000_000, bool), _exchanges(77_777, True)),
     "columns": (lambda: np.zeros((90_000, 3))[:, 1], _exchanges(77_777, 1.0)),
