@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gemini_ft.state.fields import FEW, NO_FIELDS, Fields, fields_of, is_a, parts_of, slots_of
 from gemini_ft.state.rng import GENERATORS  # whose states are kept beside attributes
+from gemini_ft.state.script import is_of_library
 from gemini_ft.state.tensors import version_of
 from gemini_ft.state.values import (
     ATOMS,
@@ -49,7 +50,7 @@ _GONE = "(gone)"
 _DEPTH, _OBJECTS = 6, 2000
 _MANY = 1000  # entries of a namespace; one with more was none, and is lost
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
-_CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module, *GENERATORS)
+_CLOSED = (str, bytes, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Tensor, np.ndarray, nn.Module)
 # Objects of these packages have ways of their own to keep their state, or none worth keeping (open files, loggers, locks).
 _FOREIGN = frozenset(
     {"PIL", "_io", "_thread", "deepspeed", "fsspec", "gemini_ft", "h5py", "io", "lightning", "lightning_fabric", "lmdb", "logging"}
@@ -439,6 +440,8 @@ def _has_fields(item: Any) -> bool:
 
 
 def _is_closed(item: Any) -> bool:
+    if is_a(item, GENERATORS):
+        return is_of_library(type(item).__module__)
     return is_a(item, _CLOSED) or (_is_foreign(type(item).__module__) and not is_a(item, LRScheduler))
 
 
@@ -446,7 +449,7 @@ def _is_closed(item: Any) -> bool:
 def _is_foreign(module: str) -> bool:
     package, _, rest = module.partition(".")
     if package == "torch":
-        return not rest.startswith("utils.data")
+        return not rest.startswith(("amp.grad_scaler", "distributions", "utils.data"))
     return package in _FOREIGN
 
 

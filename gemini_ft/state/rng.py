@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.quasirandom import SobolEngine
 
 from gemini_ft import accelerator
 from gemini_ft.state.fields import fields_of, is_a, of_class, parts_of
@@ -29,7 +30,8 @@ Randomness = tuple[Any, ...]
 
 _CLOSED = (str, bytes, int, float, type, torch.Tensor, np.ndarray)
 _TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_OF_NUMPY = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, np.random.SeedSequence)
+GENERATORS = (torch.Generator, SobolEngine, *_OF_NUMPY, random.Random)
 _CODE = (type, ModuleType, FunctionType, BuiltinFunctionType, classmethod, staticmethod, property, GetSetDescriptorType)
 _USUAL = frozenset(map(id, (*_CODE, MappingProxyType, NoneType, bool, int, float, str, bytes, tuple, list, dict, set)))  # no generators
 
@@ -315,7 +317,21 @@ def _state_of(generator: Any) -> Any:
         return generator.get_state().numpy().tobytes()
     if isinstance(generator, random.Random):
         return generator.getstate()
-    return _comparable(generator.get_state(legacy=False) if isinstance(generator, np.random.RandomState) else generator.bit_generator.state)
+    if isinstance(generator, SobolEngine):
+        return {"drawn": generator.num_generated, "last": generator.quasi.tolist()}
+    if isinstance(generator, np.random.SeedSequence):
+        return _comparable(generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _comparable(generator.get_state(legacy=False))
+    bits = generator if isinstance(generator, np.random.BitGenerator) else generator.bit_generator
+    spawned = getattr(_seeds_of(bits), "n_children_spawned", 0)
+    return _comparable(bits.state) | ({"spawned": spawned} if spawned else {})
+
+
+def _seeds_of(bits: Any) -> Any:
+    """The sequence that numpy's ``spawn`` takes the seeds of further generators from; None where a generator has none."""
+    seeds = getattr(bits, "seed_seq", None)
+    return seeds if is_a(seeds, np.random.SeedSequence) else None
 
 
 def _comparable(state: Any) -> Any:
@@ -330,10 +346,20 @@ def _set_state_of(generator: Any, state: Any) -> None:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(_tuples(state))
+    elif isinstance(generator, SobolEngine):
+        generator.num_generated = state["drawn"]
+        generator.quasi.copy_(torch.tensor(state["last"]))
+    elif isinstance(generator, np.random.SeedSequence):
+        made: Any = np.random.SeedSequence(**state | {"spawn_key": tuple(state["spawn_key"])})
+        generator.__setstate_cython__(made.__reduce__()[2])  # as unpickling does: it cannot be set otherwise
     elif isinstance(generator, np.random.RandomState):
         generator.set_state(state)
     else:
-        generator.bit_generator.state = state
+        bits = generator if isinstance(generator, np.random.BitGenerator) else generator.bit_generator
+        bits.state = state
+        spawned, seeds = state.get("spawned", 0), _seeds_of(bits)
+        if seeds is not None and seeds.n_children_spawned != spawned:
+            _set_state_of(seeds, seeds.state | {"n_children_spawned": spawned})
 
 
 def _tuples(state: Any) -> Any:

@@ -19,13 +19,15 @@ import xxhash
 from torch import nn
 
 from gemini_ft.state import codec
-from gemini_ft.state.fields import FEW, is_a
+from gemini_ft.state.fields import FEW, NO_FIELDS, fields_of, is_a
 from gemini_ft.state.tensors import version_of
 
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 SEQUENCES = (list, tuple, set, frozenset, deque)
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 SMALL = 2**18  # bytes of a value that is kept
+_WHOLE = 2**22  # bytes of an array of which all elements are looked at
+_MANY = 1000  # objects in a container of which the attributes are looked at
 _SAMPLED = 4096  # of a larger array at least so many elements are looked at, and less than twice as many
 _Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
 _Numbers = (SynchronizedArray, ctypes.Array)
@@ -206,7 +208,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
     """A number that differs after a value that is not plain was changed in place.
 
-    Of tensors it looks at versions and, if ``closely``, at one element, as writes to ``tensor.data`` count no version.
+    Of tensors it looks at versions and, if ``closely``, at one element, as writes to ``tensor.data`` count no version; at all elements of
+    one up to 4 MiB that is an attribute itself. So it does of an array.
 
     Args:
         closely: as in `Opaque`.
@@ -223,22 +226,35 @@ def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
 def _marked(value: Any, closely: bool, most: int) -> int:
     if is_a(value, torch.Tensor):
         is_seen = closely and value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
-        first = repr(value[(0,) * value.ndim].item()) if is_seen and not hasattr(value, "placements") else ""
-        return hash((version_of(value), first))
+        if not is_seen or hasattr(value, "placements"):
+            return hash(version_of(value))
+        is_whole = most == _SAMPLED and value.nbytes <= _WHOLE
+        seen = _marked_array(_bits(value).numpy(), most) if is_whole else repr(value[(0,) * value.ndim].item())
+        return hash((version_of(value), seen))
     if is_a(value, nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
         updates = getattr(value, "_update_count", 0) if closely else 0  # of a metric of torchmetrics
         return int(updates) + sum(map(version_of, tensors)) + sum(_mark(tensor, closely) for tensor in tensors[:1])
     if closely and is_a(value, (bytearray, array.array)):
         return hash(bytes(value))
-    if closely and type(value) in (np.ndarray, np.memmap) and not value.dtype.hasobject:
-        return hash(_sampled(value).tobytes())
+    if closely and is_a(value, np.ndarray):
+        return _marked_array(np.asarray(value), most)
     parts = list(itertools.islice(entries(value), most))  # more are data
     count = len(entries(value)) + sum(_mark(part, closely) for part in parts if is_a(part, (torch.Tensor, nn.Module)))
     if not closely:
         return count
     inner = [_mark(part, closely, most // FEW) for part in parts if is_a(part, (*SEQUENCES, dict, np.ndarray))] if most > 1 else []
+    objects = [fields_of(part) for part in parts[:_MANY] if not is_a(part, torch.Tensor | nn.Module)] if len(parts) > FEW else []
+    inner += [hash(tuple(each for each in own.values() if type(each) in ATOMS)) for own in objects if own is not NO_FIELDS]
     return hash((count, *inner, *(part for part in parts if type(part) in ATOMS)))
+
+
+def _marked_array(array: Any, most: int) -> int:
+    if array.dtype.hasobject:
+        return hash(tuple(part for part in array.flat[:most] if type(part) in ATOMS))
+    is_whole = most == _SAMPLED and array.nbytes <= _WHOLE and not _is_mapped(array)
+    seen: Any = np.ascontiguousarray(array) if is_whole else _sampled(array)
+    return xxhash.xxh3_64_intdigest(seen)
 
 
 class Numbered(NamedTuple):
@@ -277,12 +293,16 @@ def _sampled(array: Any, most: int = _SAMPLED) -> Any:
 
     Of a file that is mapped they are few, as each may lie on a page of its own, and none if it is only read.
     """
-    base = array
-    while is_a(base, np.ndarray):
-        base = base.base
-    if is_a(base, (mmap.mmap, memoryview)):
+    if _is_mapped(array):
         most = min(FEW, most) if array.flags.writeable else 0
     return np.array(array.flat[: array.size if most else 0 : max(1, array.size // max(1, most))])  # the sample alone, whatever the strides
+
+
+def _is_mapped(array: Any) -> bool:
+    """Whether an array lies in a file that is mapped."""
+    while is_a(array, np.ndarray):
+        array = array.base
+    return is_a(array, (mmap.mmap, memoryview))
 
 
 def digest(value: Any) -> str:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import datetime
 import logging
+import random
 import threading
 import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from capture_kit import give, take
@@ -300,6 +303,102 @@ def test_what_cannot_be_kept_is_named_when_it_changes_in_place(caplog: pytest.Lo
     model.money_before = None
     take(state)
     assert [text.partition(" changed")[0] for text in caplog.messages] == ["model.inner.money, model.inner.table"]
+
+
+class OwnRandom(random.Random):
+    """Counts what it has drawn."""
+
+    drawn = 0
+
+    def random(self) -> float:
+        self.drawn += 1
+        return super().random() * self.drawn
+
+
+class OwnGenerator(np.random.Generator):
+    drawn = 0
+
+    def next(self) -> float:
+        self.drawn += 1
+        return float(self.random()) * self.drawn
+
+
+def _scaled(scaler: torch.amp.GradScaler) -> float:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale()
+
+
+# How an object that is no plain value is made, and what it gives next.
+OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "spawning generator": (lambda: np.random.default_rng(1), lambda rng: rng.spawn(1)[0].random()),
+    "seed sequence": (lambda: np.random.SeedSequence(1), lambda seeds: np.random.default_rng(seeds.spawn(2)[1]).random()),
+    "branch of a seed sequence": (
+        lambda: np.random.SeedSequence([3, 4], spawn_key=(5,), pool_size=8),
+        lambda seeds: float(seeds.spawn(1)[0].generate_state(1)[0]),
+    ),
+    "bit generator": (lambda: np.random.Philox(3), lambda bits: float(bits.random_raw())),
+    "sobol": (
+        lambda: torch.quasirandom.SobolEngine(2, scramble=True, seed=3),  # type: ignore[no-untyped-call]
+        lambda engine: engine.draw().sum().item(),
+    ),
+    "scaler": (lambda: torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2), _scaled),
+    "distribution": (lambda: torch.distributions.Normal(torch.zeros(()), torch.ones(())), lambda normal: normal.loc.add_(1).item()),
+    "random of the script": (lambda: OwnRandom(1), lambda own: own.random()),
+    "numpy's generator of the script": (lambda: OwnGenerator(np.random.PCG64(1)), lambda own: own.next()),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_with_a_state_that_is_no_attribute_go_on(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, following = OBJECTS[name]
+    models: list[Any] = [nn.Linear(1, 1) for _ in range(2)]
+    for model in models:
+        model.held = {"one": make()}
+    first, second = models
+    states = [PlainState.of(model, [], None) for model in models]
+    for _ in range(3):
+        following(first.held["one"])
+    taken = take(states[0])
+    expected = [following(first.held["one"]) for _ in range(3)]
+    for _ in range(5):
+        following(second.held["one"])  # of a process that goes on, and not back to what its script has made
+    give(taken, states[1])
+    assert [following(second.held["one"]) for _ in range(3)] == expected
+    assert caplog.messages == []
+
+
+def _exchanges(place: Any, value: Any) -> Callable[[Any], None]:
+    return lambda held: held.__setitem__(place, value)
+
+
+# What changes in place and cannot be kept.
+UNKEPT: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "objects": (lambda: np.array([1, "a"], dtype=object), _exchanges(0, 2)),
+    "masked": (lambda: np.ma.masked_array([1.0, 2.0], [False, True]), _exchanges(0, 2.0)),
+    "records": (lambda: np.rec.array([(1.0, 2)], dtype=[("a", "f8"), ("b", "i4")]), lambda held: held.a.__imul__(2)),
+    "flags": (lambda: np.zeros(1_000_000, bool), _exchanges(77_777, True)),
+    "columns": (lambda: np.zeros((90_000, 3))[:, 1], _exchanges(77_777, 1.0)),
+    "data": (lambda: torch.zeros(300, 300), lambda held: held.data[5].add_(1)),
+    "half": (lambda: torch.zeros(500, 500, dtype=torch.bfloat16), lambda held: held.data[5].add_(1)),
+    "many": (lambda: [SimpleNamespace(seen=0) for _ in range(100)], lambda held: setattr(held[80], "seen", 1)),
+}
+
+
+@pytest.mark.parametrize("name", UNKEPT)
+def test_wherever_something_large_or_odd_is_written_to_it_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, change = UNKEPT[name]
+    model: Any = nn.Linear(1, 1)
+    model.held = make()
+    modes = Modes({"model": model})
+    modes.collect({"model": model})
+    assert caplog.messages == []
+    change(model.held)
+    modes.collect({"model": model})
+    assert [text.partition(" changed")[0] for text in caplog.messages] == ["model.held"]
 
 
 class Local(threading.local):
