@@ -8,13 +8,14 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.errors import UnsupportedStateError, WorldSizeError
 from gemini_ft.loaders.parts import Way, facts
 from gemini_ft.loaders.workers import State
 from gemini_ft.state.rng import branch_randomness, randomness, set_randomness, unchanged_randomness
 from gemini_ft.state.worlds import Resize
 
 BATCHES = "the number of batches"
+_BATCH_SIZE = "batch_size"
 _BETWEEN = ("gemini", "iterations", "named", "lost_here", "left", "stepped", "ended")  # of a position between two iterations
 _OWN = ("dataset", "collate")  # parts whose generators belong to a rank; samplers draw the same order on all
 
@@ -44,7 +45,7 @@ def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize) -
 
     Raises:
         UnsupportedStateError: the data cannot be dealt out anew.
-        WorldSizeError: the position is not between two steps.
+        WorldSizeError: the position is not between two steps, or of batches of another size.
     """
     if "left" in position:
         position = position | {"left": _own(position["left"], resize)}
@@ -63,6 +64,12 @@ def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize) -
             f"{resize.then} ranks"
         )
     then, now = position["facts"], facts(loader)
+    if then[_BATCH_SIZE] != now[_BATCH_SIZE]:
+        raise WorldSizeError(
+            f"elastic='batch': the loader of the training had batches of {then[_BATCH_SIZE]} on each of {resize.then} ranks, and has "
+            f"batches of {now[_BATCH_SIZE]} on {resize.now}. Micro-batches keep the global batch; give the same batch size to "
+            "any number of ranks"
+        )
     is_over = position["batches"] == then[BATCHES]
     batches = now[BATCHES] if is_over else resize.carried(position["batches"], "batches of this epoch")
     begin = _own(position["begin"], resize)

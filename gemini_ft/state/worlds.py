@@ -21,6 +21,7 @@ from gemini_ft.state.tensors import own_attributes
 
 Name = TypeVar("Name")
 _OUT = "or leave elastic out"
+_DEEPSPEEDS = "last_batch_iteration"  # counts the steps of DeepSpeed's schedulers, which are none of torch's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +167,7 @@ def check_schedulers(given: Mapping[str, Any], before: Mapping[str, int]) -> dic
     Raises:
         StateError: one was stepped more than once, as by a loop that does so after each micro-batch.
     """
-    found = {name: _steps_of(value) for name, value in given.items() if isinstance(value, LRScheduler)}
+    found = {name: _steps_of(value) for name, value in given.items() if isinstance(value, LRScheduler) or hasattr(value, _DEEPSPEEDS)}
     counts = {name: count for name, count in found.items() if count is not None}
     for name, count in counts.items():
         if (steps := count - before.get(name, count)) > 1:
@@ -179,7 +180,7 @@ def check_schedulers(given: Mapping[str, Any], before: Mapping[str, int]) -> dic
 
 def _steps_of(scheduler: Any) -> int | None:
     """How often a scheduler was stepped: a ChainedScheduler as often as its parts. None: it does not count."""
-    if (count := getattr(scheduler, "last_epoch", None)) is not None:
+    if (count := getattr(scheduler, "last_epoch", getattr(scheduler, _DEEPSPEEDS, None))) is not None:
         return int(count)
     counts = [count for part in getattr(scheduler, "_schedulers", ()) if (count := _steps_of(part)) is not None]
     return max(counts, default=None)

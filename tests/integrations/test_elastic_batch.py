@@ -283,6 +283,7 @@ def test_a_writer_takes_no_notice_of_the_option(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak  # in short: the jobs above
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["ddp", "fsdp2"])
 def test_fifty_changes_of_the_number_of_ranks(tmp_path: Path, is_sharded: bool) -> None:
     """Hosts end well between two steps, or all at a rank's death in a step; those that go take their agents along, and storage has what is

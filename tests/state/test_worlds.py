@@ -206,6 +206,18 @@ def test_a_global_batch_that_does_not_divide_is_refused_with_the_numbers_that_do
         carried_accumulation({}, 5, Resize(then=3, now=2, rank=0))
 
 
+def test_a_batch_size_that_follows_from_the_number_of_ranks_is_refused() -> None:
+    """As of scripts that divide the global batch themselves: micro-batches would do so a second time."""
+    sampler = DistributedSampler(Numbers(), 2, 0)
+    loader = gemini_ft.resumable(DataLoader(Numbers(), 4, sampler=sampler))
+    batches = iter(loader)
+    next(batches)
+    iterators.resumption = Resumption(resize=Resize(then=2, now=1, rank=0))
+    alone = gemini_ft.resumable(DataLoader(Numbers(), 8, sampler=DistributedSampler(Numbers(), 1, 0)))
+    with pytest.raises(WorldSizeError, match=r"had batches of 4 on each of 2 ranks, and has batches of 8 on 1.* give the same batch size"):
+        alone.load_state_dict(loader.state_dict())
+
+
 def test_where_nobody_asks_for_the_accumulation_it_is_refused() -> None:
     """As by transformers' Trainer and Lightning's DeepSpeed, which have no place for it."""
     model = torch.nn.Linear(2, 2)
@@ -437,12 +449,20 @@ def test_a_validation_in_an_epoch_begins_anew_whatever_its_sampler(steps_told: C
         assert len(list(resumed)) == 3
 
 
-@pytest.mark.parametrize("is_chained", [False, True])
-def test_a_scheduler_that_counts_micro_batches_is_refused(is_chained: bool) -> None:
+class OfDeepSpeed:
+    """Counts as the schedulers of DeepSpeed do, which are none of torch's."""
+
+    last_batch_iteration = -1
+
+    def step(self) -> None:
+        self.last_batch_iteration += 1
+
+
+@pytest.mark.parametrize("kind", ["plain", "chained", "deepspeed"])
+def test_a_scheduler_that_counts_micro_batches_is_refused(kind: str) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1)])
-    each_step: torch.optim.lr_scheduler.LRScheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    if is_chained:
-        each_step = torch.optim.lr_scheduler.ChainedScheduler([each_step])
+    plain = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    each_step: Any = {"plain": plain, "chained": torch.optim.lr_scheduler.ChainedScheduler([plain]), "deepspeed": OfDeepSpeed()}[kind]
     given = {"scheduler": each_step, "average": object()}
     optimizer.step()
     counts = check_schedulers(given, {})
