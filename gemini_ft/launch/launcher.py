@@ -62,7 +62,7 @@ from gemini_ft.launch.health import UNHEALTHY, HealthOptions, HostHealth, Unheal
 from gemini_ft.launch.launched import LAUNCH, default_run_id, is_passing
 from gemini_ft.launch.notes import PROTECTED, STORES, Notes, notes_of_workers
 from gemini_ft.launch.preload import early_environment, modules_to_preload
-from gemini_ft.launch.spares import PatientJoin, better_rendezvous
+from gemini_ft.launch.spares import LaunchingHost, better_rendezvous
 from gemini_ft.launch.stores import OvertakenError, surviving_stores
 from gemini_ft.launch.trainjob import reported_progress
 from gemini_ft.launch.whole_rounds import whole_rounds
@@ -168,7 +168,7 @@ def command(argv: Sequence[str]) -> int:
 
 def _set_up(
     stack: ExitStack, options: argparse.Namespace, run_id: str, config: GeminiConfig
-) -> tuple[PatientJoin, Notes, HostDrain, Endings]:
+) -> tuple[LaunchingHost, Notes, HostDrain, Endings]:
     """Changes what torch's launcher does in rendezvous, stores and endings, until the stack is closed."""
     stack.enter_context(started_ahead(run_id, host_id()))
     notes = stack.enter_context(notes_of_workers())

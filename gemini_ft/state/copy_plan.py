@@ -58,7 +58,7 @@ class MappedSlot:
 
     def prefault(self) -> None:
         """Touches all pages, from this process: they come from its own NUMA node, and not during the first copy."""
-        populate(self.memory, lambda: not self._closed)
+        populate(self.memory, len(self.memory), lambda: not self._closed)
 
     def write(self, number: int, batch: Batch) -> None:
         """Lays down one batch of a plan, always the same one; from an accelerator, queues that on the current stream."""

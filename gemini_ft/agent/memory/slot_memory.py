@@ -107,9 +107,9 @@ def address_of(memory: mmap.mmap) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
-def populate(memory: mmap.mmap, wanted: Callable[[], bool]) -> None:
+def populate(memory: mmap.mmap, length: int, wanted: Callable[[], bool] = lambda: True) -> None:
     """Faults pages in ahead of time (a fresh page costs 4-5x the copy into it), as long as they are ``wanted``; releases the GIL."""
-    base, length = address_of(memory), len(memory)
+    base = address_of(memory)
     for offset in range(0, length, 64 * 2**20):
         if not wanted():
             return

@@ -330,7 +330,7 @@ class SlotStore:
         for index in indices:
             if (memory := self.memory.get((owner, index))) is not None:
                 with contextlib.suppress(RuntimeError):  # no thread can be started: the pages come with the first bytes
-                    await asyncio.to_thread(populate, memory.memory, 0, memory.shape.total)
+                    await asyncio.to_thread(populate, memory.memory, memory.shape.total)
 
     def free(self, owner: int, slot: int) -> None:
         memory = self.memory.pop((owner, slot))
