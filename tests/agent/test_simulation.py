@@ -37,7 +37,7 @@ def test_a_seed_is_a_history_without_anything_that_must_not_be() -> None:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("seed", ["6053"])
+@pytest.mark.parametrize("seed", ["6014", "6053"])
 def test_a_seed_in_which_something_was_wrong_once_is_well(seed: str) -> None:
     assert _simulate("--first", seed, "--seeds", "1")["commits_heard"]
 
