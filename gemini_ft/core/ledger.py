@@ -6,7 +6,7 @@ If that agent restarts, or another host leads, the others repeat their reports a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
@@ -24,13 +24,21 @@ _END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner tha
 class Ledger:
     """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first.
 
+    ``is_sealed``: whether ranks choose on this host what they resume (`protocol.Host.seal`). By what it has told them they may pass a
+    version over, of which two copies differ, so that nothing is committed until that is over.
+
     Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks. Those of one version are put
     aside until the last one is there (`gemini_ft.core.rounds`), also where copies are late, differ or are left out. Rarer cases are counted
     (`gemini_ft.core.rounds`): what was put aside is then reported as if it came now, and nothing is decided otherwise.
     """
 
     def __init__(
-        self, holders: Mapping[int, tuple[str, ...]], committed: Version | None, replica_timeout: float, cadence: Cadence | None = None
+        self,
+        holders: Mapping[int, tuple[str, ...]],
+        committed: Version | None,
+        replica_timeout: float,
+        cadence: Cadence | None = None,
+        is_sealed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.holders = dict(holders)
         self.committed = committed
@@ -49,6 +57,7 @@ class Ledger:
         self._held_back: Version | None = None  # was due meanwhile
         self.replica_timeout = replica_timeout
         self._cadence = cadence
+        self._is_sealed, self._waits = is_sealed, False  # until the next `tick`
         self._pairs = sum(map(len, self.holders.values()))
         self._folded = FoldedRound(self.holders, self.excluded)  # of one version, and then there is no round
         self._joined: set[str] = set()
@@ -172,6 +181,12 @@ class Ledger:
         under_way: dict[Version, Round | FoldedRound] = dict(self._rounds)
         if folded.version is not None:
             under_way[folded.version] = folded
+        had_waited, self._waits = self._waits, self._is_sealed()
+        if self._waits:
+            return []
+        for version in sorted(under_way, reverse=True) if had_waited else ():
+            if decisions := self._try_commit(version, under_way[version], now):
+                return decisions
         for version, current in sorted(under_way.items()):
             if current.own_since is None or now - current.own_since < self.replica_timeout:
                 continue
@@ -349,6 +364,9 @@ class Ledger:
 
     def _try_commit(self, version: Version, current: Round | FoldedRound, now: float) -> list[Decision]:
         if not current.complete or self.has_diverged:
+            return []
+        self._waits = self._waits or self._is_sealed()
+        if self._waits:
             return []
         roots, compared = current.roots, current.compared
         self._close(version)

@@ -131,7 +131,8 @@ def write_shard(
         committed: what the chunks must be.
 
     Raises:
-        CorruptDataError: a chunk is not what was committed.
+        CorruptDataError: a chunk is not what was committed, so that nothing is written; or has changed while it was sent: what is there
+            under ``key`` then is worth nothing.
         StorageError: ``data`` is too short, the small state too large, or the storage failed; nothing is visible under ``key``.
     """
     if data.nbytes < layout.nbytes:
@@ -141,9 +142,14 @@ def write_shard(
     if what := _too_large(len(blob), memoryview(extras).nbytes, 8 * -(-layout.nbytes // step), min(step, layout.nbytes)):
         raise StorageError(f"{storage.url}: {key} is not written, as it could not be read in one piece: {what}")
     chunks = [data[start : min(start + step, layout.nbytes)] for start in range(0, layout.nbytes, step)]
-    checksums = [checksum(chunk) for chunk in chunks]
-    if committed is not None:
-        committed.check(key, blob, checksums, layout.nbytes, extras)
+
+    def checked() -> list[int]:
+        checksums = [checksum(chunk) for chunk in chunks]
+        if committed is not None:
+            committed.check(key, blob, checksums, layout.nbytes, extras)
+        return checksums
+
+    checksums = checked()  # they come before the data; and nothing that is damaged takes the place of an object
     small = {"layout": blob, "extras": extras, "digests": pack(f"<{len(checksums)}Q", *checksums)}
     sizes = {name: len(blob) for name, blob in small.items()} | {"data": layout.nbytes}
     header = _header(layout, _arrange(sizes, base=0))
@@ -157,6 +163,7 @@ def write_shard(
             yield part
 
     storage.put(key, hashed(), transfer)
+    checked()  # once more, as until its last byte is sent a client reads the slot; a bit that flips there stays so
     spans = _arrange(sizes, base=len(header))
     spans |= {name: spans[name].model_copy(update={"xxh3": xxhash.xxh3_64_hexdigest(blob)}) for name, blob in small.items()}
     nbytes = spans["data"].offset + layout.nbytes

@@ -187,6 +187,24 @@ def test_a_failed_upload_leaves_nothing(host: Host, refused: str) -> None:
     run(scenario())
 
 
+def test_a_slot_in_which_a_bit_flips_while_it_is_sent_is_not_sent_again_and_leaves_nothing(host: Host) -> None:
+    def flip(_: str) -> None:
+        host.memory.data(0, 1)[0] ^= 1
+
+    async def scenario() -> None:
+        await host.upload(1)
+        host.storage.before_put = flip
+        assert "as it was committed" in await host.upload(2)
+        assert not [line for line in host.log if "tried again" in line]
+        assert host.folders() == 1
+        host.storage.before_put = lambda _: None
+        assert "storage is well again after" in await host.upload(3)
+        assert host.steps() == [3, 1]
+        host.read_back()
+
+    run(scenario())
+
+
 def test_a_checkpoint_stays_whose_leader_was_lost_before_it_could_say_that_it_is_stored(host: Host) -> None:
     """What was older may have been deleted for it."""
 

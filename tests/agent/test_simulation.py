@@ -36,6 +36,12 @@ def test_a_seed_is_a_history_without_anything_that_must_not_be() -> None:
     assert once["simulated_hours"] > once["of_these_step_by_step"] + 1
 
 
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("seed", ["6014", "6053"])
+def test_a_seed_in_which_something_was_wrong_once_is_well(seed: str) -> None:
+    assert _simulate("--first", seed, "--seeds", "1")["commits_heard"]
+
+
 @pytest.mark.soak
 def test_many_seeds() -> None:
     found = _simulate("--first", "100000", "--seeds", "100000", "--seconds", "900", "--spells", "4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 
 import pytest
@@ -222,6 +223,32 @@ def test_a_slot_that_is_not_what_was_committed_is_not_stored(storage: LocalStora
             write_shard(storage, "other", layout, memoryview(slot), EXTRAS, committed=wrong)
         slot[1000] = slot_for(layout)[1000]
     assert storage.list("") == [KEY]
+
+
+class Flipping(LocalStorage):
+    """A bit of a slot flips while its shard is being sent: after the first part was taken, or after all of them were."""
+
+    def __init__(self, root: Path, slot: bytearray, at: int, after: int | None) -> None:
+        super().__init__(root)
+        self._slot, self._at, self._after = slot, at, after
+
+    def put(self, key: str, parts: Iterable[memoryview | bytes], transfer: TransferCount = UNCOUNTED) -> None:
+        taken = iter(parts)
+        first = [*islice(taken, self._after)]
+        self._slot[self._at] ^= 1
+        super().put(key, chain(first, taken), transfer)
+
+
+@pytest.mark.parametrize("after", [1, None], ids=["the first part", "all parts"])
+@pytest.mark.parametrize("place", ["data", "small state"])
+def test_a_slot_that_changes_while_it_is_sent_is_not_taken_for_stored(tmp_path: Path, place: str, after: int | None) -> None:
+    layout = layout_of((100, 7))
+    slot = bytearray(bytes(slot_for(layout))[: layout.nbytes] + EXTRAS)
+    committed = committed_as(layout, slot)
+    data, extras = memoryview(slot)[: layout.nbytes], memoryview(slot)[layout.nbytes :]
+    storage = Flipping(tmp_path, slot, layout.nbytes - 1 if place == "data" else layout.nbytes, after)
+    with pytest.raises(CorruptDataError, match=r"this is not rank 2's shard of iteration 4 .* as it was committed"):
+        write_shard(storage, KEY, layout, data, extras, committed=committed)
 
 
 def test_a_shard_that_could_not_be_read_is_not_written(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:

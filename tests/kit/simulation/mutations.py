@@ -210,6 +210,7 @@ MUTATIONS = (
         "the shards of a checkpoint are deleted before its manifest",
     ),
     Mutation("storage.shard:write_shard", "if committed is not None:", "if False:", "copies are uploaded that were damaged in memory"),
+    Mutation("agent.session:_book", "lambda: host.sealed", "lambda: False", "a version is committed while ranks choose"),
     Mutation("recovery.readers:_compare", "if found != digest:", "if False:", "what a host reads from another one is not compared"),
     Mutation(
         "recovery.plan:plan_recovery",
