@@ -23,7 +23,7 @@ from gemini_ft.state.copies import copy_into
 from gemini_ft.state.modules import apply_extras, collect_extras, destinations
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.survey import survey
-from gemini_ft.state.tensors import HOST, Fingerprint, Source, describe, split_state_name, state_name
+from gemini_ft.state.tensors import HOST, Fingerprint, Source, describe, every_optimizer, split_state_name, state_name
 from gemini_ft.state.writes import name_loads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -611,6 +611,16 @@ def test_lightning_and_fabric_optimizers_are_unwrapped() -> None:
     assert list(names({"model": model}, [core.LightningOptimizer(optimizer)])) == expected
     fabric = fabric_wrappers._FabricOptimizer(optimizer, strategy=None)
     assert list(names({"model": fabric_wrappers._FabricModule(model, strategy=None)}, [fabric])) == expected
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_unwrapped_and_its_steps_are_noticed() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    model, optimizer = build("adam")
+    train(model, optimizer, range(1))
+    prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    assert list(names({"model": model}, [prepared])) == list(names({"model": model}, [optimizer]))
+    (inner,) = every_optimizer([prepared]).values()
+    assert inner is optimizer
 
 
 # Random generators
