@@ -21,9 +21,10 @@ from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState
 from gemini_ft.state.copies import copy_into
 from gemini_ft.state.modules import apply_extras, collect_extras, destinations
+from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.survey import survey
-from gemini_ft.state.tensors import HOST, Fingerprint, Source, describe, every_optimizer, split_state_name, state_name
+from gemini_ft.state.tensors import HOST, Fingerprint, Source, describe, split_state_name, state_name
 from gemini_ft.state.writes import name_loads
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -619,8 +620,14 @@ def test_an_optimizer_that_accelerate_has_prepared_is_unwrapped_and_its_steps_ar
     train(model, optimizer, range(1))
     prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
     assert list(names({"model": model}, [prepared])) == list(names({"model": model}, [optimizer]))
-    (inner,) = every_optimizer([prepared]).values()
-    assert inner is optimizer
+    waited = []
+    steps = OptimizerSteps(lambda: waited.append(optimizer))
+    steps.follow(PlainState({"model": model}, [prepared]), [], hooks=True)
+    assert not steps.take()
+    prepared.step()
+    steps.refuse_stranger()
+    assert (steps.take(), steps.made, waited) == (True, 1, [optimizer])
+    steps.forget()
 
 
 # Random generators
