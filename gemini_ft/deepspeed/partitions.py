@@ -10,6 +10,7 @@ of ranks and for exports.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from itertools import accumulate
 from typing import Any
 
@@ -115,6 +116,8 @@ def rebuild_weights(engine: Any) -> None:
         case DeepSpeedZeroOptimizer() | BF16_Optimizer():
             optimizer.update_lp_params()
             optimizer._link_all_hp_params()  # its views of the optimizer's state are of the tensors before
+            optimizer._hp_optimizer_states_linked = False
+            optimizer._lazy_init_hp_params_optimizer_state()  # the script may look at them before the next step
         case FP16_Optimizer():
             for master, weights in zip(optimizer.fp32_groups_flat, optimizer.fp16_groups, strict=True):
                 for weight, value in zip(weights, master.split([weight.numel() for weight in weights]), strict=True):
@@ -125,6 +128,28 @@ def rebuild_weights(engine: Any) -> None:
                     weight.data.copy_(master.data)
         case _:
             return  # stage 0 in fp32: the masters are the weights
+
+
+def follow_writes(engine: Any, written: Callable[[bool], None]) -> None:
+    """Has ``written`` called when DeepSpeed's ``safe_set_full_fp32_param`` and the like have written masters, or else their state.
+
+    They write through ``.data``, which torch does not count.
+    """
+    is_zero3 = isinstance(engine.optimizer, DeepSpeedZeroOptimizer_Stage3)
+    for owner in [engine.optimizer] if is_zero3 else engine.module.parameters():
+        for name in ("set_full_hp_param", "set_local_hp_param"):
+            write = getattr(owner, name, None)
+            if write is not None and not hasattr(write, "__wrapped__"):
+                setattr(owner, name, _told(write, written))
+
+
+def _told(write: Callable[..., None], written: Callable[[bool], None]) -> Callable[..., None]:
+    @wraps(write)
+    def told(*arguments: Any, **named: Any) -> None:
+        write(*arguments, **named)
+        written(not any(isinstance(key, str) for key in (*arguments, *named.values())))  # the key of optimizer state
+
+    return told
 
 
 def release_gathered(engine: Any) -> None:

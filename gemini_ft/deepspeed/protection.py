@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from gemini_ft.checkpointer import Checkpointer, Snapshot
@@ -15,10 +16,11 @@ from gemini_ft.core.census import LOADERS
 from gemini_ft.deepspeed.border import Border
 from gemini_ft.deepspeed.data import EngineData
 from gemini_ft.deepspeed.gradients import EngineGradients
-from gemini_ft.deepspeed.partitions import base_optimizer, has_gradients
+from gemini_ft.deepspeed.partitions import base_optimizer, follow_writes, has_gradients, masters
 from gemini_ft.deepspeed.several import engines
 from gemini_ft.deepspeed.state import EngineState
 from gemini_ft.deepspeed.versions import put_back_trackers
+from gemini_ft.errors import StateError
 from gemini_ft.state import iterators
 from gemini_ft.state.gradients import GradientState
 from gemini_ft.state.iterators import unkept
@@ -64,6 +66,7 @@ class Protection:
         self.found: Snapshot | None = None
         self._resumed: int | None = None
         self.is_updated = self.has_stepped = self._closed = self._has_looked = self._has_gradients = False
+        self._is_ahead = False  # masters have been written, and the weights follow at the next step
         self._border = Border(self, engine.module)
         self._data = EngineData({}, is_new=False)
         engines.open.add(self)
@@ -88,6 +91,7 @@ class Protection:
             self._resumed, self.iteration = engine.global_steps, found.iteration
             self.number = found.iteration
             self.is_followed = False
+        follow_writes(engine, self._written)
 
     def put_back_generators(self) -> None:
         """Gives all generators of the process the states that they had at the moment of the resumed snapshot."""
@@ -154,8 +158,15 @@ class Protection:
         """Marks weights and optimizer state as written by the engine, unless a scaler skipped the step."""
         self.has_stepped = True
         self.is_updated = self._engine.was_step_applied()
-        if not self.is_updated:
+        if self.is_updated:
+            self._is_ahead = False
+        else:
             self.checkpointer.alive(self.number)
+
+    def _written(self, is_master: bool) -> None:
+        """Counts a write to masters or their state that torch does not count."""
+        torch.autograd.graph.increment_version([master for _, master in masters(self._engine)])
+        self._is_ahead |= is_master
 
     def stepped(self) -> None:
         """Records that DeepSpeed's step is over, counters included; in the middle of an accumulation this is none of the engine."""
@@ -171,6 +182,8 @@ class Protection:
 
     def loaded(self) -> None:
         """Records that a checkpoint has been loaded; in the middle of the training, the next snapshot does not wait for a step."""
+        self._is_ahead = False
+        follow_writes(self._engine, self._written)  # DeepSpeed has linked masters anew
         now = vars(self._engine)["global_steps"]
         if self.found is not None and now < (self._resumed or 0):
             self.is_followed = True
@@ -204,12 +217,20 @@ class Protection:
 
         Args:
             moment: the result of `moment` when the iteration ended; default: that of now.
+
+        Raises:
+            StateError: weights do not follow from the masters.
         """
         if not self.is_updated:
             return
         self.is_updated = False
         self._look_for_what_is_left_out()
         before, self.iteration = self.iteration, self.number
+        if self._is_ahead:  # a resumed engine makes its weights of the masters
+            raise StateError(
+                "masters have been written after engine.step() (safe_set_full_fp32_param), and the weights follow at the next step, so "
+                "that no snapshot can have both; write them before engine.step(), behind the last backward()"
+            )
         if self.checkpointer.due(before, self.number):
             extras = {"client_state": self.client_state, "kept": self.others(), "late": self._border.is_late}
             self.checkpointer.save(self.number, extras | (self.moment() if moment is None else moment))

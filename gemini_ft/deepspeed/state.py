@@ -31,7 +31,7 @@ from gemini_ft.deepspeed.partitions import (
     replay_beta_powers,
 )
 from gemini_ft.deepspeed.reshard import Cut, OldShards
-from gemini_ft.deepspeed.versions import check_version, counters
+from gemini_ft.deepspeed.versions import check_version, counters, older_schedules
 from gemini_ft.errors import GeminiError, LayoutMismatchError, UnsupportedStateError
 from gemini_ft.state import codec
 from gemini_ft.state.attributes import AttributeReturn, AttributeWalk, held
@@ -454,6 +454,8 @@ def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
     yield bool(extra), f"module {', '.join(extra[:1])!r} has extra state (get_extra_state), which is not captured of engines; use a buffer"
     sampled = engine.random_ltd_enabled() or engine.curriculum_learning_enabled()
     yield sampled, "data_efficiency (random-LTD, curriculum learning) has state of its own that is not captured; switch it off"
+    for name in older_schedules(engine):
+        yield True, f"{name} has state of its own that is not captured; switch it off, or install deepspeed>=0.19, which does without it"
     muon = any(getattr(engine.optimizer, "sub_groups_using_muon", ()))
     yield muon, "Muon at stage 3 writes its momentum during backward, while it would be copied; use stage 1 or 2"
     yield bool(engine.has_moe_layers), "mixtures of experts (MoE) are not supported: experts are partitioned over groups of their own"

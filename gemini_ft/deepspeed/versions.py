@@ -58,6 +58,17 @@ def manages_accumulation(engine: Any) -> bool:
     return asked is None or bool(asked())
 
 
+def older_schedules(engine: Any) -> list[str]:
+    """The sections of the configuration by which DeepSpeed before 0.19 changes a training as it goes on."""
+    own = vars(engine)  # another name is looked for in the user's module
+    methods = getattr(own.get("compression_scheduler"), "different_compression_methods", {})
+    used = {
+        "progressive_layer_drop": own.get("progressive_layer_drop") is not None,
+        "compression_training": own.get("quantizer") is not None or any(method.get("enabled") for method in methods.values()),
+    }
+    return [name for name, is_used in used.items() if is_used]
+
+
 def put_back_trackers(saved: Mapping[str, Mapping[str, Any]]) -> None:
     """Gives tracked generators the states of a snapshot. The script adds those that are not there yet, once."""
     trackers = rng_trackers()

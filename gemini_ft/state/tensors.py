@@ -39,7 +39,7 @@ _MODULE_WRAPPERS = {
     "OptimizedModule": "_orig_mod",
     "_FabricModule": "_original_module",
 }
-_OPTIMIZER_WRAPPERS = {"LightningOptimizer": "_optimizer", "_FabricOptimizer": "optimizer"}
+_OPTIMIZER_WRAPPERS = {"LightningOptimizer": "_optimizer", "_FabricOptimizer": "optimizer", "AcceleratedOptimizer": "optimizer"}
 # Its defaults are the script's; step is there when a scheduler counts calls; the rest is of one call alone.
 _TORCH_ATTRIBUTES = frozenset(vars(torch.optim.SGD([torch.zeros(1)]))) | {
     "step",
@@ -99,7 +99,7 @@ def unwrap_model(module: nn.Module) -> nn.Module:
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer inside Lightning's and Fabric's wrappers.
+    """The torch optimizer inside Lightning's, Fabric's and accelerate's wrappers.
 
     Raises:
         UnsupportedStateError: it is no torch optimizer, or one that keeps state where it cannot be seen.

@@ -25,12 +25,13 @@ from engine_habits_case import (
     rolls_back,
     walks,
     with_an_odd_optimizer,
+    writes_masters,
 )
 from rank_kit import World
 from three_ways import Cell, differing
 
 from gemini_ft.deepspeed.several import Engines, engines
-from gemini_ft.errors import GeminiError, ReplicaDivergedError
+from gemini_ft.errors import GeminiError, ReplicaDivergedError, StateError
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -41,10 +42,14 @@ JOBS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "deferred": (partial(adversaries, critic=1, deferred=True), ["0:maker:4"]),
     "three to one": (partial(adversaries, critic=3, deferred=True), ["1:maker:3"]),
     "rolls back": (rolls_back, ["0:5", "1:7"]),
+    "writes masters": (partial(writes_masters, often=False), ["1:4", "0:6"]),
 }
 
 
-@pytest.mark.parametrize("name", ["in turns", pytest.param("three to one", marks=pytest.mark.soak), "deferred", "rolls back"])
+@pytest.mark.parametrize(
+    "name",
+    ["in turns", pytest.param("three to one", marks=pytest.mark.soak), "deferred", "rolls back", "writes masters"],
+)
 def test_habits_of_deepspeed_scripts_three_ways(name: str, tmp_path: Path) -> None:
     """Several engines; optimizers with state of their own; generators of model-parallel layers; other batches; checkpoints in between."""
     job, kills = JOBS[name]
@@ -55,6 +60,14 @@ def test_habits_of_deepspeed_scripts_three_ways(name: str, tmp_path: Path) -> No
         assert ranks.restarts == len(kills)
         assert not any(isinstance(said, Exception) for attempt in attempts for said in attempt.results())
     assert differing(folders, "", Cell(kills=kills)) == []
+
+
+def test_masters_that_are_written_after_each_step_are_refused(tmp_path: Path) -> None:
+    """Their weights follow at the next step, and those of a resumed engine at once."""
+    with World(tmp_path, 1) as ranks:
+        (said,) = ranks.outcome(writes_masters, str(tmp_path / "files"), [], False, True)
+    assert isinstance(said, StateError)
+    assert "write them before engine.step()" in str(said)
 
 
 def test_what_no_snapshot_of_an_engine_has_is_named(tmp_path: Path) -> None:

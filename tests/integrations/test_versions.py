@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install tran
 import deepspeed
 
 from gemini_ft.deepspeed import versions
+from gemini_ft.deepspeed.state import _unsupported
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.lightning import compat
 from gemini_ft.transformers_versions import SUPPORTED, counts, told_of_epochs, transformers
@@ -72,6 +74,44 @@ def test_what_an_engine_or_a_trainer_does_not_count_is_left_out() -> None:
 def test_an_older_engine_manages_accumulation() -> None:
     assert versions.manages_accumulation(SimpleNamespace())
     assert not versions.manages_accumulation(SimpleNamespace(managed_gradient_accumulation=lambda: False))
+
+
+@pytest.mark.parametrize(
+    ("attributes", "sections"),
+    [
+        (
+            {"progressive_layer_drop": None, "quantizer": None, "compression_scheduler": SimpleNamespace(different_compression_methods={})},
+            [],
+        ),
+        ({"progressive_layer_drop": object()}, ["progressive_layer_drop"]),
+        ({"quantizer": object()}, ["compression_training"]),
+        ({"compression_scheduler": SimpleNamespace(different_compression_methods={"row_pruning": {"enabled": False}})}, []),
+        (
+            {"compression_scheduler": SimpleNamespace(different_compression_methods={"row_pruning": {"enabled": True}})},
+            ["compression_training"],
+        ),
+    ],
+)
+def test_schedules_of_an_older_deepspeed_are_refused_where_they_are_used(attributes: dict[str, Any], sections: list[str]) -> None:
+    engine = Engine()
+    vars(engine).update(attributes)
+    assert [why.partition(" ")[0] for found, why in _unsupported(engine) if found] == sections
+
+
+class Engine:
+    """As much of an engine as the refusals ask for. Whatever it lacks is looked for in the module, as DeepSpeed's own does."""
+
+    def __init__(self) -> None:
+        self.module = torch.nn.Linear(1, 1)
+        self.module.quantizer = torch.nn.Identity()  # the user's own
+        self.optimizer, self.has_moe_layers = None, False
+        for name in ("zero_offload_optimizer", "zero_offload_param", "zenflow_config", "super_offload"):
+            setattr(self, name, lambda: None)
+        for name in ("random_ltd_enabled", "curriculum_learning_enabled", "zero_hpz_partition_size", "autotp_size"):
+            setattr(self, name, lambda: 0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
 
 
 @pytest.mark.parametrize(("version", "told"), [("5.16.1", 1), ("5.17.0", 2), ("", None)])

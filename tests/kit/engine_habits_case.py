@@ -159,6 +159,43 @@ def rolls_back(folder: str, kills: list[str], plain: bool) -> list[str]:
     return told.texts
 
 
+def writes_masters(folder: str, kills: list[str], plain: bool, often: bool) -> list[str]:
+    """Halves a part of the masters after its third step, or each, and of their moments after its fifth; looks at these before each."""
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_optimizer_state,
+    )
+
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    record, told = Record(Path(folder), kills), Recorded()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    part: Any = net[1].bias  # so small that no sample of the masters shows it
+    torch.manual_seed(dist.get_rank())
+    engine = _engine(net, plain, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01))
+    for step in range(engine.global_steps, 8):
+        if step:
+            record.note(f"{step} moment", safe_get_full_optimizer_state(part, "exp_avg"))
+        loss = engine(torch.randn(4, 8)).square().mean()
+        record.note(f"{step}", loss)
+        engine.backward(loss)
+        engine.step()
+        _flush(engine)
+        if often or step == 2:
+            safe_set_full_fp32_param(part, safe_get_full_fp32_param(part) / 2)
+        if step == 4:
+            safe_set_full_optimizer_state(part, safe_get_full_optimizer_state(part, "exp_avg") / 2, "exp_avg")
+        record.reached(step)
+    record.state("end", state_of(engine))
+    engine.destroy()
+    dist.barrier()
+    return told.texts
+
+
 def left_to_itself(folder: str, fail: bool) -> list[str]:
     """Has an average of the weights, a generator and an evaluation that no snapshot has, and loads its newest checkpoint at the start."""
     import gemini_ft

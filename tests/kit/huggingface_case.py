@@ -296,9 +296,9 @@ def loop_on_ddp(run: dict[str, Any], diary: Diary) -> None:
     net = model()
     data = DataLoader(ToldTexts(SAMPLES), BATCH, shuffle=True, collate_fn=Masking())
     net, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=1e-2), data)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 4, 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
     loader = gemini_ft.resumable(loader)
-    checkpointer = gemini_ft.Checkpointer(net, optimizer.optimizer, state={"scheduler": scheduler, "loader": loader})
+    checkpointer = gemini_ft.Checkpointer(net, optimizer, state={"scheduler": scheduler, "loader": loader})
     checkpointer.resume()
     losses = checkpointer.scalars.get("losses", [])
     for epoch in range(checkpointer.scalars.get("epoch", 0), 3):

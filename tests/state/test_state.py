@@ -21,6 +21,7 @@ from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState
 from gemini_ft.state.copies import copy_into
 from gemini_ft.state.modules import apply_extras, collect_extras, destinations
+from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.state.survey import survey
 from gemini_ft.state.tensors import HOST, Fingerprint, Source, describe, split_state_name, state_name
@@ -611,6 +612,22 @@ def test_lightning_and_fabric_optimizers_are_unwrapped() -> None:
     assert list(names({"model": model}, [core.LightningOptimizer(optimizer)])) == expected
     fabric = fabric_wrappers._FabricOptimizer(optimizer, strategy=None)
     assert list(names({"model": fabric_wrappers._FabricModule(model, strategy=None)}, [fabric])) == expected
+
+
+def test_an_optimizer_that_accelerate_has_prepared_is_unwrapped_and_its_steps_are_noticed() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="needs accelerate: pip install accelerate")
+    model, optimizer = build("adam")
+    train(model, optimizer, range(1))
+    prepared = accelerate.Accelerator(cpu=True).prepare(optimizer)
+    assert list(names({"model": model}, [prepared])) == list(names({"model": model}, [optimizer]))
+    waited = []
+    steps = OptimizerSteps(lambda: waited.append(optimizer))
+    steps.follow(PlainState({"model": model}, [prepared]), [], hooks=True)
+    assert not steps.take()
+    prepared.step()
+    steps.refuse_stranger()
+    assert (steps.take(), steps.made, waited) == (True, 1, [optimizer])
+    steps.forget()
 
 
 # Random generators
