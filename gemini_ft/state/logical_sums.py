@@ -14,6 +14,7 @@ import torch.distributed as dist
 import xxhash
 
 from gemini_ft.errors import StateError
+from gemini_ft.torch_versions import all_gather_single
 
 _ALIGNMENT = 16  # bytes of the largest element
 _MARK = 8  # bytes
@@ -75,7 +76,7 @@ def reduce_in_order(
                 at += group.nbytes
         for group, total, part in zip(groups, sums, mine, strict=True):
             whole = torch.empty(workers * group.nbytes, dtype=torch.uint8, device=via)
-            dist.all_gather_into_tensor(whole, part.view(torch.uint8).to(via))
+            all_gather_single(whole, part.view(torch.uint8).to(via))
             total.copy_(whole.view(group.dtype))
     means: list[torch.Tensor | None] = [None] * len(params)
     for group, total in zip(groups, sums, strict=True):

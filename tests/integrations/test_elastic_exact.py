@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ END = 10**9
 
 
 @pytest.fixture(scope="module", params=[Case(seed=0), Case(seed=1, accumulation=2)], ids=["each batch", "accumulated"])
-def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Four workers; two after the loss of two hosts, with a kill; one; three, with a kill; four. And four all the time, and the oracle."""
     folder, case = tmp_path_factory.mktemp("exact"), request.param
     steps = 20 // case.accumulation
@@ -43,7 +41,7 @@ def jobs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         go_on(["host0", "host4", "host5"], steps, GEMINI_FAULTS=f"step={3 * steps // 5}:rank=2:moment=before_update:sigkill")
         go_on(["host0", "host4", "host5"], 4 * steps // 5)
         go_on(["host0", "host4", "host5", "host6"], END)
-    yield {"plain": plain, "fixed": fixed, "said": said, "steps": steps}
+    return {"plain": plain, "fixed": fixed, "said": said, "steps": steps}
 
 
 def test_undisturbed_workers_have_the_bits_of_a_single_process(jobs: dict[str, Any]) -> None:
