@@ -181,7 +181,9 @@ class Checkpointer:
     # -- the plain loop
 
     def logical_ranks(self, count: int, loader_of: Loaders | None = None) -> LogicalRanks:
-        """Makes the logical ranks of a job with ``elastic: exact`` (docs/elastic.md#bit-for-bit), before `resume`, with the model on its device.
+        """Makes the logical ranks of a job with ``elastic: exact`` (docs/elastic.md#bit-for-bit); called before `resume`.
+
+        The models are on their device by then.
 
         Args:
             count: of all logical ranks: the same for the whole job, and at least as many as there are workers at any time.
@@ -227,7 +229,8 @@ class Checkpointer:
                 refuse_hooks(model, self._is_replicated)
         self._watch = LoopWatch(self._kept.values(), has_resumed=found is not None)
         if self._logical is not None:
-            on_all_ranks(partial(self._logical.compare, exchange([self._logical.count, self._logical.hardware()])))
+            facts = self._logical.facts(has_begun=found is not None)
+            on_all_ranks(partial(self._logical.compare, facts, exchange(facts)))
         if found is None:
             if self._init_sync:
                 send_first(first_tensors(self._models, all(map(buffers_are_broadcast, self._wrapped.values()))), exchange)
@@ -361,8 +364,8 @@ class Checkpointer:
             own = extras[session.rank % plan.world_size]
             if ("logical" in own["extras"]) != (self._logical is not None):
                 raise StateError(
-                    "the snapshot was made with logical ranks and this job has none, or the reverse; resume it with the same logical_ranks() "
-                    "and elastic, or begin anew with another run_id"
+                    "the snapshot was made with logical ranks and this job has none, or the reverse; resume it with the same "
+                    "logical_ranks() and elastic, or begin anew with another run_id"
                 )
             if self._logical is not None:
                 self._logical_found = [value["extras"]["logical"] for value in extras.values()]
@@ -415,6 +418,8 @@ class Checkpointer:
         """Names a state to capture that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
         if self.config.verify == "replay" and state.unrepeatable:
             raise ConfigError(f"verify='replay' is not possible here: {state.unrepeatable}; give verify=True")
+        if self._logical is not None:
+            raise ConfigError("the models of logical ranks are those that were given before logical_ranks(); give all of them by then")
         self._steps.forget()
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
@@ -768,7 +773,7 @@ class Checkpointer:
         faults.at_step(iteration, "in_copy", self._any_tensor)
 
     def _refuse_fixed(self) -> None:
-        """Refuses, for ``elastic: batch``, a state that another number of ranks could not load."""
+        """Refuses, for ``elastic``, a state that another number of ranks could not load."""
         why = ""
         if self._gradients is not None and (self._logical is not None or not is_elastic(self._gradients)):
             why = "a gradient pipeline, whose residuals belong to each rank"
@@ -778,8 +783,8 @@ class Checkpointer:
             why = f"the state of a {type(self._bound).__name__}, which as many ranks load"
         if why:
             raise ConfigError(
-                f"elastic={self.config.elastic!r} keeps what DDP, FSDP2 or ZeRO trains, and this job has {why}; give a fixed number of hosts, or leave "
-                "elastic out"
+                f"elastic={self.config.elastic!r} keeps what DDP, FSDP2 or ZeRO trains, and this job has {why}; give a fixed number of "
+                "hosts, or leave elastic out"
             )
 
     def _prepare_replay(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -155,7 +156,8 @@ class LogicalRanks:
         for rank in self._ranks:
             if rank.loader is None:
                 raise ConfigError(
-                    f"logical_ranks({self.count}) was given no loaders; give logical_ranks({self.count}, loader_of), or iterate `for rank in ranks`"
+                    f"logical_ranks({self.count}) was given no loaders; give logical_ranks({self.count}, loader_of), or go through them by "
+                    "`for rank in ranks`"
                 )
             with self._generators_of(rank):
                 if hasattr(sampler := getattr(rank.loader, "sampler", None), "set_epoch"):
@@ -211,7 +213,7 @@ class LogicalRanks:
             with self._generators_of(rank):
                 loader = rank.loader.state_dict() if rank.loader is not None else None
             found[str(rank.number)] = {"generators": rank._generators, "buffers": rank._buffers, "loader": loader}
-        return {"count": self.count, "hardware": self.hardware(), "ranks": found}
+        return {"facts": self.facts(has_begun=True), "ranks": found}
 
     def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Takes the states of this worker's logical ranks from those of the workers of a snapshot, after all else has been put back.
@@ -219,7 +221,7 @@ class LogicalRanks:
         Raises:
             LayoutMismatchError: the snapshot has other logical ranks, buffers or hardware.
         """
-        self.compare([[each["count"], each["hardware"]] for each in saved])
+        self.compare(self.facts(has_begun=True), [each["facts"] for each in saved])
         ranks = {number: state for each in saved for number, state in each["ranks"].items()}
         for rank in self._ranks:
             state = ranks[str(rank.number)]
@@ -234,19 +236,25 @@ class LogicalRanks:
         self._put_buffers(self._ranks[0])
         self._at_rest = self._versions()
 
-    def compare(self, others: Sequence[Sequence[Any]]) -> None:
-        """Compares the number of logical ranks and the hardware with those of other workers, or of those that made a snapshot.
+    def facts(self, *, has_begun: bool) -> dict[str, Any]:
+        """All that has to be the same on all workers, and in the snapshot: before the first step the model is, too."""
+        found = {"the number of logical ranks": self.count, "the hardware": self.hardware()}
+        model = [[*self._params], self._present()]
+        return found if has_begun else found | {"the model before the first step": xxhash.xxh3_64_hexdigest(codec.encode(model))}
+
+    def compare(self, ours: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
+        """Compares `facts` with those of other workers, or of the workers that made a snapshot.
 
         Raises:
             LayoutMismatchError: they differ.
         """
-        for each in others:
-            for what, now, then in zip(("logical ranks", "hardware"), (self.count, self.hardware()), each, strict=True):
-                if now != then:
-                    raise LayoutMismatchError(
-                        f"elastic='exact': {what}: {now} here, and {then} on another worker or in the snapshot, so that the bits could not be "
-                        f"kept; give all workers the same (OMP_NUM_THREADS for threads), or begin anew with another run_id {_OUT}"
-                    )
+        for name, now in ours.items():
+            for then in (each[name] for each in others if each[name] != now):
+                raise LayoutMismatchError(
+                    f"elastic='exact': {name}: {now} here, and {then} on another worker or in the snapshot, so that the bits could not be "
+                    "kept; give all workers the same (a seed before the model is made, OMP_NUM_THREADS for threads), or begin anew with "
+                    f"another run_id {_OUT}"
+                )
 
     def hardware(self) -> dict[str, Any]:
         """What the bits of a kernel may follow from."""
@@ -293,8 +301,8 @@ class LogicalRanks:
             after = self._look()
             if changed := sorted(name for name in self._before.keys() | after.keys() if self._before.get(name) != after.get(name)):
                 raise UnsupportedStateError(
-                    f"elastic='exact': {', '.join(changed[:8])} changed inside a logical rank, and would be one for all that a worker carries; "
-                    f"make it a buffer of the module {_OUT}"
+                    f"elastic='exact': {', '.join(changed[:8])} changed inside a logical rank, and would be one for all that a worker "
+                    f"carries; make it a buffer of the module {_OUT}"
                 )
             if any(grad is not None and grad.layout != torch.strided for grad in rank._grads):
                 raise UnsupportedStateError(

@@ -144,6 +144,6 @@ def _compare(marks: torch.Tensor, names: Sequence[str]) -> None:
     if differing:
         raise StateError(
             f"elastic='exact': the workers differ in {', '.join(differing)}, which is the job's and not a logical rank's, so that the bits "
-            "would follow from the number of workers; set the same seed on all of them, give step() values that all of them have, and draw, "
-            "load and compute inside `with rank:`"
+            "would follow from the number of workers; set the same seed on all of them, give step() values that all of them have, and "
+            "draw, load and compute inside `with rank:`"
         )
