@@ -37,7 +37,6 @@ from gemini_ft.launch import hooks, notes
 from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp, iterators
 from gemini_ft.state.base import BoundState, PlainState, TrainingState
-from gemini_ft.state.codec import encode
 from gemini_ft.state.ddp import ddp_state, findings, first_tensors, refuse_hooks, restore_buckets, restore_sync, send_first
 from gemini_ft.state.gradients import (
     FiguresReporter,
@@ -202,12 +201,10 @@ class Checkpointer:
             raise ConfigError(f"elastic='exact': each logical rank has a loader of its own; give loader_of in place of state={loaders}")
         self._logical = ranks = LogicalRanks(count, self._models, self._optimizers, self._stateful, loader_of)
         self._replicated = self._bound.replicated = True
-        generators = ranks.common
         given = {name: value for name, value in self._stateful.items() if not isinstance(value, GivenGenerator)}
-        ranks.common = lambda: {  # type: ignore[method-assign]
-            **generators(),
-            "the values that step() was given": encode(self.scalars),
-            **{f"state[{name!r}]": encode(value.state_dict()) for name, value in given.items()},
+        ranks.common = lambda: {
+            "the values that step() was given": self.scalars,
+            **{f"state[{name!r}]": value.state_dict() for name, value in given.items()},
         }
         self.census.register("logical ranks", ranks.findings)
         return ranks

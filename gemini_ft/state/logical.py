@@ -65,19 +65,21 @@ class LogicalRank:
         loader: its own, if there are any.
     """
 
-    def __init__(self, ranks: LogicalRanks, number: int, loader: Any) -> None:
-        self.number, self.loader = number, loader
+    def __init__(self, ranks: LogicalRanks, number: int) -> None:
+        self.number = number
+        self.loader: Any = None
         self._ranks = ranks
         self._generators: dict[str, Any] = {}
         self._buffers: dict[str, torch.Tensor] = {}
         self._grads: list[torch.Tensor | None] = []
 
     def __enter__(self) -> LogicalRank:
-        self._ranks._enter(self)
+        self._entered = self._ranks._inside(self)
+        self._entered.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._ranks._leave(self, is_whole=kind is None)
+        self._entered.__exit__(kind, error, trace)
 
 
 class LogicalRanks:
@@ -89,6 +91,9 @@ class LogicalRanks:
         optimizers: those that train them.
         given: generators of the script, by name, which each logical rank has states of its own of.
         loader_of: makes a logical rank's resumable loader, from its number.
+
+    Attributes:
+        common: gives further values, by name, that must be the same on all workers in each step; its owner may put a function here.
 
     Raises:
         ConfigError: something cannot be carried; named.
@@ -105,39 +110,28 @@ class LogicalRanks:
         self.count = count
         self._workers, self._worker = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._models, self._given = models, {name: item for name, item in given.items() if isinstance(item, GivenGenerator)}
+        self.common: Callable[[], dict[str, Any]] = dict
         self._params = list({id(param): param for model in models.values() for param in model.parameters()}.values())
         self._refuse(optimizers)
-        self._modules = modules_of(models)
-        self._attributes = Attributes(self._modules, not_users, caches=False)
-        self._held = private_generators(
-            **{
-                f"{name}.{key}": value
-                for name, module in self._modules.items()
-                for key, value in vars(module).items()
-                if not key.startswith("_") and not isinstance(value, nn.Module)
-            }
-        )
+        modules = modules_of(models)
+        self._attributes = Attributes(modules, not_users, caches=False)
+        values = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
+        own = {name: value for name, value in values.items() if not name.rpartition(".")[2].startswith("_")}
+        self._held = private_generators(**own)
         self._active: LogicalRank | None = None
-        self._outside: dict[str, Any] = {}
-        self._before: dict[str, bytes] = {}
         self._place: tuple[int, int] = (0, 0)
-        self._ranks = [LogicalRank(self, number, None) for number in carried_by(self._worker, self._workers, count)]
+        self._ranks = [LogicalRank(self, number) for number in carried_by(self._worker, self._workers, count)]
         for rank in self._ranks:
-            outside = self._take_generators()
-            branch_randomness(rank.number)
-            rank.loader = self._checked(loader_of(rank.number), rank.number) if loader_of is not None else None
             rank._generators = self._take_generators()
-            self._put_generators(outside)
-            rank._buffers = {name: buffer.detach().clone() for name, buffer in self._present().items()}
-            rank._grads = [None] * len(self._params)
+            with self._generators_of(rank):
+                branch_randomness(rank.number)
+                rank.loader = self._checked(loader_of(rank.number), rank.number) if loader_of is not None else None
+            rank._buffers, rank._grads = self._copied(), [None] * len(self._params)
         self._refuse_shared_data()
         self._at_rest = self._versions()
 
     def __iter__(self) -> Iterator[LogicalRank]:
         return iter(self._ranks)
-
-    def __len__(self) -> int:
-        return self.count
 
     @property
     def loaders(self) -> dict[str, Any]:
@@ -160,8 +154,7 @@ class LogicalRanks:
                     "`for rank in ranks`"
                 )
             with self._generators_of(rank):
-                if hasattr(sampler := getattr(rank.loader, "sampler", None), "set_epoch"):
-                    sampler.set_epoch(epoch)
+                getattr(getattr(rank.loader, "sampler", None), "set_epoch", id)(epoch)  # some have none
                 sources.append(iter(rank.loader))
         turns = self._ranks[0].loader.batches_done
         while True:
@@ -185,16 +178,13 @@ class LogicalRanks:
             StateError: workers differ in what is the job's; named.
         """
         self._refuse_inside("reduce()")
-        common = {"the position in the data": codec.encode(self._place), **self.common()}
-        means = reduce_in_order(self._params, [rank._grads for rank in self._ranks], self.count, common)
+        common = {"the position in the data": self._place, "random generators outside of logical ranks": self._take_generators()}
+        blobs = {name: codec.encode(value) for name, value in (common | self.common()).items()}
+        means = reduce_in_order(self._params, [rank._grads for rank in self._ranks], self.count, blobs)
         for param, mean in zip(self._params, means, strict=True):
             param.grad = mean
         for rank in self._ranks:
             rank._grads = [None] * len(self._params)
-
-    def common(self) -> dict[str, bytes]:
-        """What is to be the same on all workers, by name; its owner may put another function here."""
-        return {"random generators outside of logical ranks": codec.encode(self._take_generators())}
 
     # -- snapshots
 
@@ -206,8 +196,6 @@ class LogicalRanks:
                 f"step() was called while gradients of the logical ranks {waiting} wait; call ranks.reduce() before the optimizer"
             )
         self._refuse_written()
-        if self._ranks:
-            self._ranks[0]._buffers = {name: buffer.detach() for name, buffer in self._present().items()}
         found = {}
         for rank in self._ranks:
             with self._generators_of(rank):
@@ -260,10 +248,12 @@ class LogicalRanks:
         """What the bits of a kernel may follow from."""
         device = self._params[0].device
         found: dict[str, Any] = {"torch": torch.__version__, "device": device.type, "matmul": torch.get_float32_matmul_precision()}
-        if device.type == "cpu":
-            model = [line for line in _text("/proc/cpuinfo").splitlines() if line.startswith("model name")][:1]
-            return found | {"cpu": [torch.backends.cpu.get_cpu_capability(), *model], "threads": torch.get_num_threads()}
-        return found | {"name": getattr(torch.get_device_module(device), "get_device_name", str)(device)}
+        if device.type != "cpu":
+            return found | {"name": getattr(torch.get_device_module(device), "get_device_name", str)(device)}
+        processor = ""
+        with contextlib.suppress(OSError):
+            processor = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+        return found | {"cpu": [torch.backends.cpu.get_cpu_capability(), processor], "threads": torch.get_num_threads()}
 
     def findings(self) -> Iterator[Finding]:
         """The logical ranks here, for the census."""
@@ -273,41 +263,34 @@ class LogicalRanks:
 
     # -- inside
 
-    def _enter(self, rank: LogicalRank) -> None:
+    @contextlib.contextmanager
+    def _inside(self, rank: LogicalRank) -> Iterator[None]:
+        """Puts all that a logical rank has in place meanwhile."""
         self._refuse_inside("with rank")
         self._refuse_written()
-        self._before = self._look()
-        self._active = rank
-        self._outside = self._take_generators()
-        self._put_generators(rank._generators)
-        if rank is not self._ranks[0]:
-            self._ranks[0]._buffers = {name: buffer.detach().clone() for name, buffer in self._present().items()}
-            self._put_buffers(rank)
+        before = self._look()
+        self._put_buffers(rank)
         for param, grad in zip(self._params, rank._grads, strict=True):
             param.grad = grad
-
-    def _leave(self, rank: LogicalRank, *, is_whole: bool) -> None:
-        rank._grads = [param.grad for param in self._params]
-        for param in self._params:
-            param.grad = None
-        rank._generators = self._take_generators()
-        self._put_generators(self._outside)
-        if rank is not self._ranks[0]:
-            rank._buffers = {name: buffer.detach().clone() for name, buffer in self._present().items()}
+        self._active = rank
+        try:
+            with self._generators_of(rank):
+                yield
+        finally:
+            rank._grads, rank._buffers = [param.grad for param in self._params], self._copied()
+            for param in self._params:
+                param.grad = None
+            self._active = None
             self._put_buffers(self._ranks[0])
-        self._at_rest = self._versions()
-        self._active = None
-        if is_whole:
-            after = self._look()
-            if changed := sorted(name for name in self._before.keys() | after.keys() if self._before.get(name) != after.get(name)):
-                raise UnsupportedStateError(
-                    f"elastic='exact': {', '.join(changed[:8])} changed inside a logical rank, and would be one for all that a worker "
-                    f"carries; make it a buffer of the module {_OUT}"
-                )
-            if any(grad is not None and grad.layout != torch.strided for grad in rank._grads):
-                raise UnsupportedStateError(
-                    "elastic='exact' sums dense gradients, and there are sparse ones; give sparse=False to the embedding"
-                )
+            self._at_rest = self._versions()
+        after = self._look()
+        if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
+            raise UnsupportedStateError(
+                f"elastic='exact': {', '.join(changed[:8])} changed inside a logical rank, and would be one for all that a worker carries; "
+                f"make it a buffer of the module {_OUT}"
+            )
+        if any(grad is not None and grad.layout != torch.strided for grad in rank._grads):
+            raise UnsupportedStateError("elastic='exact' sums dense gradients, and these are sparse; give sparse=False to the embedding")
 
     @contextlib.contextmanager
     def _generators_of(self, rank: LogicalRank) -> Iterator[None]:
@@ -337,11 +320,13 @@ class LogicalRanks:
     def _present(self) -> dict[str, torch.Tensor]:
         return {f"{name}.{key}": buffer for name, model in self._models.items() for key, buffer in model.named_buffers()}
 
+    def _copied(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._present().items()}
+
     def _put_buffers(self, rank: LogicalRank) -> None:
         present = self._present()
-        form = {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in present.items()}
-        if form != (then := {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in rank._buffers.items()}):
-            names = sorted(name for name in form.keys() | then.keys() if form.get(name) != then.get(name))
+        now, then = ({name: (buffer.shape, buffer.dtype) for name, buffer in each.items()} for each in (present, rank._buffers))
+        if names := sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name)):
             raise LayoutMismatchError(f"elastic='exact': the buffers {', '.join(names)} differ in shape or dtype between logical ranks")
         with torch.no_grad():
             for name, buffer in present.items():
@@ -407,16 +392,8 @@ class LogicalRanks:
             "parameters of an optimizer that are in no model": any(id(param) not in known for group in groups for param in group["params"]),
             "a module with extra state": any(type(module).get_extra_state is not nn.Module.get_extra_state for module in modules),
             "generators of model-parallel layers": any(tracker.get_states() for tracker in rng_trackers().values()),
-            "kernels that differ between two runs (call torch.use_deterministic_algorithms(True))": not torch.are_deterministic_algorithms_enabled()
-            or torch.is_deterministic_algorithms_warn_only_enabled(),
+            "kernels that may differ (call torch.use_deterministic_algorithms(True))": torch.get_deterministic_debug_mode() < 2,
             "kernels that are chosen by measuring (torch.backends.cudnn.benchmark)": torch.backends.cudnn.benchmark,
         }
         if found := [name for name, is_so in why.items() if is_so]:
             raise ConfigError(f"elastic='exact' is for plain models with logical ranks, and this job has {'; '.join(found)} {_OUT}")
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text()
-    except OSError:
-        return ""

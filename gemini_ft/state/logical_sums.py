@@ -26,7 +26,7 @@ def carried_by(worker: int, workers: int, count: int) -> range:
 
 
 @dataclass(frozen=True)
-class _Group:
+class _Stripes:
     """The parameters of one dtype, one after the other, in as many stripes as there are workers."""
 
     members: Sequence[int]
@@ -82,12 +82,12 @@ def reduce_in_order(
     for group, total in zip(groups, sums, strict=True):
         total /= count
         sizes = [params[index].numel() for index in group.members]
-        for index, part in zip(group.members, total[: sum(sizes)].split(sizes), strict=True):
+        for index, part in zip(group.members, torch.split(total[: sum(sizes)], sizes), strict=True):
             means[index] = part.view(params[index].shape) if has_any[index] else None
     return means
 
 
-def _groups(params: Sequence[torch.Tensor], workers: int) -> list[_Group]:
+def _groups(params: Sequence[torch.Tensor], workers: int) -> list[_Stripes]:
     members: dict[torch.dtype, list[int]] = {}
     for index, param in enumerate(params):
         members.setdefault(param.dtype, []).append(index)
@@ -95,11 +95,11 @@ def _groups(params: Sequence[torch.Tensor], workers: int) -> list[_Group]:
     for dtype, own in members.items():
         unit = _ALIGNMENT // dtype.itemsize
         length = sum(params[index].numel() for index in own)
-        groups.append(_Group(own, dtype, -(-length // (workers * unit)) * unit))
+        groups.append(_Stripes(own, dtype, -(-length // (workers * unit)) * unit))
     return groups
 
 
-def _flat(group: _Group, params: Sequence[torch.Tensor], own: Sequence[torch.Tensor | None], workers: int) -> torch.Tensor:
+def _flat(group: _Stripes, params: Sequence[torch.Tensor], own: Sequence[torch.Tensor | None], workers: int) -> torch.Tensor:
     """The gradients of one logical rank, one after the other."""
     flat = torch.zeros(group.stripe * workers, dtype=group.dtype, device=params[0].device)
     at = 0
@@ -112,7 +112,7 @@ def _flat(group: _Group, params: Sequence[torch.Tensor], own: Sequence[torch.Ten
 
 
 def _exchanged(
-    groups: Sequence[_Group],
+    groups: Sequence[_Stripes],
     params: Sequence[torch.Tensor],
     grads: Sequence[Sequence[torch.Tensor | None]],
     tail: torch.Tensor,
@@ -133,15 +133,15 @@ def _exchanged(
     received = torch.empty(sum(sizes), dtype=torch.uint8, device=tail.device)
     dist.all_to_all_single(received, send.flatten(), sizes, [send.shape[1]] * workers)
     stripes, tails = [], []
-    for part in received.split(sizes):
+    for part in torch.split(received, sizes):
         stripes += list(part[: len(part) - room].view(-1, row)) if row else []
         tails.append(part[len(part) - room :][: len(tail)])
     return stripes, torch.stack(tails)
 
 
 def _compare(marks: torch.Tensor, names: Sequence[str]) -> None:
-    differing = [name for index, name in enumerate(names) if len(marks[:, index * _MARK : (index + 1) * _MARK].unique(dim=0)) > 1]
-    if differing:
+    columns = [marks[:, index * _MARK : (index + 1) * _MARK].tolist() for index in range(len(names))]
+    if differing := [name for name, column in zip(names, columns, strict=True) if any(mark != column[0] for mark in column)]:
         raise StateError(
             f"elastic='exact': the workers differ in {', '.join(differing)}, which is the job's and not a logical rank's, so that the bits "
             "would follow from the number of workers; set the same seed on all of them, give step() values that all of them have, and "

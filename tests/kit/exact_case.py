@@ -81,7 +81,8 @@ def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def of_rank(model: nn.Module) -> str:
     """Buffers, and what would be drawn next."""
-    drawn = [torch.rand(2).tolist(), random.random(), float(np.random.rand()), torch.rand(2, device=next(model.parameters()).device).tolist()]
+    device = next(model.parameters()).device
+    drawn = [torch.rand(2).tolist(), random.random(), float(np.random.rand()), torch.rand(2, device=device).tolist()]
     return digest([dict(model.named_buffers()), drawn])
 
 
@@ -133,7 +134,8 @@ def oracle(case: Case) -> dict[str, Any]:
     """The same training in one process by plain torch: a copy of buffers and of all generators for each of four ranks."""
     model, optimizer, scheduler = made(case)
     outside = drawn()
-    states, loaders = [], [loader_of(number) for number in range(COUNT)]
+    states: list[list[Any]] = []
+    loaders: list[Any] = [loader_of(number) for number in range(COUNT)]
     for number in range(COUNT):
         seeded(case, number)
         states.append([drawn(), copy.deepcopy(dict(model.named_buffers())), copy.deepcopy(model.generator.bit_generator.state)])
@@ -191,7 +193,7 @@ def oracle(case: Case) -> dict[str, Any]:
 
 
 def drawn() -> list[Any]:
-    device = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
+    device = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
     return [torch.get_rng_state(), random.getstate(), np.random.get_state(), *device]
 
 

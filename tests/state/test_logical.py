@@ -137,12 +137,12 @@ SETTINGS: dict[str, tuple[Callable[[pytest.MonkeyPatch], Any], Callable[[], Any]
     "kernels that differ": (
         lambda patch: torch.use_deterministic_algorithms(False),
         lambda: ranks_of(Net()),
-        r"kernels that differ between two runs \(call torch\.use_deterministic_algorithms\(True\)\)",
+        r"kernels that may differ \(call torch\.use_deterministic_algorithms\(True\)\)",
     ),
     "a warning only": (
         lambda patch: torch.use_deterministic_algorithms(True, warn_only=True),
         lambda: ranks_of(Net()),
-        "kernels that differ between two runs",
+        "kernels that may differ",
     ),
     "kernels that are measured": (
         lambda patch: patch.setattr(torch.backends.cudnn, "benchmark", True),
@@ -292,7 +292,7 @@ LOOPS: dict[str, tuple[Callable[[Net, LogicalRanks], None], type[GeminiError], s
     "buffer written after": (writes_after, UnsupportedStateError, "model.seen was written outside of the logical ranks"),
     "attribute": (counts, UnsupportedStateError, "model.calls changed inside a logical rank"),
     "buffer of another shape": (grows, LayoutMismatchError, "the buffers model.seen differ in shape or dtype"),
-    "sparse gradients": (leaves_sparse_gradients, UnsupportedStateError, "there are sparse ones; give sparse=False"),
+    "sparse gradients": (leaves_sparse_gradients, UnsupportedStateError, "these are sparse; give sparse=False"),
     "no loaders": (asks_for_batches, ConfigError, r"given no loaders; give logical_ranks\(2, loader_of\)"),
 }
 
