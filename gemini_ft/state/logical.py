@@ -120,6 +120,7 @@ class LogicalRanks:
         self._held = private_generators(**own)
         self._active: LogicalRank | None = None
         self._place: tuple[int, int] = (0, 0)
+        self._means: list[int] = [0] * len(self._params)  # addresses of what `reduce` has made
         self._ranks = [LogicalRank(self, number) for number in carried_by(self._worker, self._workers, count)]
         for rank in self._ranks:
             rank._generators = self._take_generators()
@@ -178,11 +179,13 @@ class LogicalRanks:
             StateError: workers differ in what is the job's; named.
         """
         self._refuse_inside("reduce()")
+        self._refuse_strangers()
         common = {"the position in the data": self._place, "random generators outside of logical ranks": self._take_generators()}
         blobs = {name: codec.encode(value) for name, value in (common | self.common()).items()}
         means = reduce_in_order(self._params, [rank._grads for rank in self._ranks], self.count, blobs)
         for param, mean in zip(self._params, means, strict=True):
             param.grad = mean
+        self._means = [mean.data_ptr() if mean is not None else 0 for mean in means]
         for rank in self._ranks:
             rank._grads = [None] * len(self._params)
 
@@ -221,6 +224,8 @@ class LogicalRanks:
                 with self._generators_of(rank):
                     rank.loader.load_state_dict(state["loader"])
             rank._generators, rank._buffers = state["generators"], state["buffers"]
+        for param in self._params:
+            param.grad = None  # `reduce` makes them anew
         self._put_buffers(self._ranks[0])
         self._at_rest = self._versions()
 
@@ -268,10 +273,12 @@ class LogicalRanks:
         """Puts all that a logical rank has in place meanwhile."""
         self._refuse_inside("with rank")
         self._refuse_written()
+        self._refuse_strangers()
         before = self._look()
         self._put_buffers(rank)
         for param, grad in zip(self._params, rank._grads, strict=True):
             param.grad = grad
+        self._means = [0] * len(self._params)
         self._active = rank
         try:
             with self._generators_of(rank):
@@ -287,7 +294,7 @@ class LogicalRanks:
         if changed := sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name)):
             raise UnsupportedStateError(
                 f"elastic='exact': {', '.join(changed[:8])} changed inside a logical rank, and would be one for all that a worker carries; "
-                f"make it a buffer of the module {_OUT}"
+                f"make it a buffer of the module, or write it outside {_OUT}"
             )
         if any(grad is not None and grad.layout != torch.strided for grad in rank._grads):
             raise UnsupportedStateError("elastic='exact' sums dense gradients, and these are sparse; give sparse=False to the embedding")
@@ -335,11 +342,12 @@ class LogicalRanks:
     def _versions(self) -> dict[str, tuple[int, int]]:
         return {name: (buffer.data_ptr(), version_of(buffer)) for name, buffer in self._present().items()}
 
-    def _look(self) -> dict[str, bytes]:
-        """The attributes of modules that are no buffers, as they are now."""
+    def _look(self) -> dict[str, Any]:
+        """The parameters, and the attributes of modules that are no buffers, as they are now."""
         kept, lost = self._attributes.changes()
         found = {f"{path}.{name}": codec.encode(value) for path, values in kept.items() for name, value in values.items()}
-        return found | {path: b"" for path in lost if not self._attributes.is_made_once(path)}
+        params = {f"{name}.{key}": version_of(param) for name, model in self._models.items() for key, param in model.named_parameters()}
+        return params | found | {path: b"" for path in lost if not self._attributes.is_made_once(path)}
 
     def _checked(self, loader: Any, number: int) -> Any:
         keepable(loader, f"loader_of({number})")
@@ -365,6 +373,14 @@ class LogicalRanks:
             raise UnsupportedStateError(
                 f"elastic='exact': {', '.join(written[:8])} was written outside of the logical ranks, of which each has its own; write it "
                 "inside `with rank:`, and evaluate with model.eval()"
+            )
+
+    def _refuse_strangers(self) -> None:
+        grads = [param.grad.data_ptr() if param.grad is not None else 0 for param in self._params]
+        if any(grad not in (0, mean) for grad, mean in zip(grads, self._means, strict=True)):
+            raise StateError(
+                "elastic='exact': a parameter has a gradient that no logical rank has made, and that would be lost; call backward() "
+                "inside `with rank:`, and zero_grad() after the optimizer's step"
             )
 
     def _refuse_shared_data(self) -> None:

@@ -274,6 +274,23 @@ def grows(model: Net, ranks: LogicalRanks) -> None:
         pass
 
 
+def updates(model: Net, ranks: LogicalRanks) -> None:
+    with next(iter(ranks)), torch.no_grad():
+        model.weight.mul_(0.5)
+
+
+def computes_outside(model: Net, ranks: LogicalRanks) -> None:
+    ranks.reduce()
+    model(torch.ones(2)).sum().backward()
+    with next(iter(ranks)):
+        pass
+
+
+def reduces_what_is_outside(model: Net, ranks: LogicalRanks) -> None:
+    model(torch.ones(2)).sum().backward()
+    ranks.reduce()
+
+
 def leaves_sparse_gradients(model: Net, ranks: LogicalRanks) -> None:
     with next(iter(ranks)):
         model.weight.grad = torch.zeros(1, 2).to_sparse()
@@ -292,6 +309,9 @@ LOOPS: dict[str, tuple[Callable[[Net, LogicalRanks], None], type[GeminiError], s
     "buffer written after": (writes_after, UnsupportedStateError, "model.seen was written outside of the logical ranks"),
     "attribute": (counts, UnsupportedStateError, "model.calls changed inside a logical rank"),
     "buffer of another shape": (grows, LayoutMismatchError, "the buffers model.seen differ in shape or dtype"),
+    "parameter": (updates, UnsupportedStateError, "model.weight changed inside a logical rank.* write it outside"),
+    "gradient outside": (computes_outside, StateError, "a gradient that no logical rank has made"),
+    "gradient outside, reduced": (reduces_what_is_outside, StateError, "a gradient that no logical rank has made"),
     "sparse gradients": (leaves_sparse_gradients, UnsupportedStateError, "these are sparse; give sparse=False"),
     "no loaders": (asks_for_batches, ConfigError, r"given no loaders; give logical_ranks\(2, loader_of\)"),
 }
@@ -303,6 +323,20 @@ def test_loops_whose_bits_would_follow_from_the_worker_are_refused(name: str) ->
     model = Net()
     with pytest.raises(kind, match=told):
         do(model, ranks_of(model))
+
+
+def test_gradients_that_are_not_zeroed_are_made_anew() -> None:
+    """Clipped or not, by each `reduce`; and a second pass of a logical rank adds to its first."""
+    model = Net()
+    ranks = ranks_of(model)
+    for times in (1, 2):
+        for rank in [rank for rank in ranks for _ in range(times)]:
+            with rank:
+                model(torch.ones(2) * (rank.number + 1)).sum().backward()
+        ranks.reduce()
+        assert model.weight.grad is not None
+        assert model.weight.grad.tolist() == [[1.5 * times] * 2]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
 
 def test_an_epoch_ends_on_all_logical_ranks_at_once() -> None:
