@@ -345,9 +345,9 @@ class LogicalRanks:
     def _look(self) -> dict[str, Any]:
         """The parameters, and the attributes of modules that are no buffers, as they are now."""
         kept, lost = self._attributes.changes()
-        found = {f"{path}.{name}": codec.encode(value) for path, values in kept.items() for name, value in values.items()}
+        found: dict[str, Any] = {f"{path}.{name}": codec.encode(value) for path, values in kept.items() for name, value in values.items()}
         params = {f"{name}.{key}": version_of(param) for name, model in self._models.items() for key, param in model.named_parameters()}
-        return params | found | {path: b"" for path in lost if not self._attributes.is_made_once(path)}
+        return found | params | {path: b"" for path in lost if not self._attributes.is_made_once(path)}
 
     def _checked(self, loader: Any, number: int) -> Any:
         keepable(loader, f"loader_of({number})")
