@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +49,7 @@ from gemini_ft.state.gradients import (
 )
 from gemini_ft.state.hyperparameters import Given, Hyperparameters, warn
 from gemini_ft.state.iterators import Resumption, check_epochs, unkept
+from gemini_ft.state.logical import Loaders, LogicalRanks
 from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
@@ -158,6 +160,8 @@ class Checkpointer:
         self._state_extras: dict[int, Any] = {}  # of the resumed snapshot, by rank, until load_tensors
         self._iteration = 0
         self._has_looked = False  # at how the loop steps
+        self._logical: LogicalRanks | None = None
+        self._logical_found: list[Any] = []  # of the resumed snapshot
         self._begun: dict[str, int] | None = None  # by loader, the iterations that had begun when loaders were looked at last
         self._scheduled: dict[str, int] = {}  # by scheduler, the steps that it had counted at the last step
         self._watch = LoopWatch()
@@ -175,6 +179,36 @@ class Checkpointer:
 
     # -- the plain loop
 
+    def logical_ranks(self, count: int, loader_of: Loaders | None = None) -> LogicalRanks:
+        """Makes the logical ranks of a job with ``elastic: exact`` (docs/elastic.md#bit-for-bit); called before `resume`.
+
+        The models are on their device by then.
+
+        Args:
+            count: of all logical ranks: the same for the whole job, and at least as many as there are workers at any time.
+            loader_of: makes a logical rank's loader, a `gemini_ft.resumable` one, from its number.
+
+        Raises:
+            ConfigError: something cannot be carried by logical ranks; named.
+        """
+        if self.config.elastic != "exact" or self._recorder is not None or self._logical is not None:
+            raise ConfigError("logical_ranks() is for elastic='exact', and called once, before resume(); give that option")
+        if not isinstance(self._bound, PlainState) or self._replicated is False or self._gradients is not None or self._rebuild is not None:
+            raise ConfigError("elastic='exact' is for plain models, without gradients=, rebuild= or replicated=False; leave these out")
+        if self.config.verify == "replay":
+            raise ConfigError("elastic='exact' with verify='replay': a step of logical ranks cannot be computed again; choose verify=True")
+        if loaders := [name for name, value in self._stateful.items() if hasattr(value, "_gemini")]:
+            raise ConfigError(f"elastic='exact': each logical rank has a loader of its own; give loader_of in place of state={loaders}")
+        self._logical = ranks = LogicalRanks(count, self._models, self._optimizers, self._stateful, loader_of)
+        self._replicated = self._bound.replicated = True
+        given = {name: value for name, value in self._stateful.items() if not isinstance(value, GivenGenerator)}
+        ranks.common = lambda: {
+            "the values that step() was given": self.scalars,
+            **{f"state[{name!r}]": value.state_dict() for name, value in given.items()},
+        }
+        self.census.register("logical ranks", ranks.findings)
+        return ranks
+
     def resume(self) -> int:
         """Joins the run and loads the newest state there is into everything given to the constructor; the last call before the loop.
 
@@ -190,7 +224,10 @@ class Checkpointer:
         with self._script_to_blame():
             for model in self._wrapped.values():
                 refuse_hooks(model, self._is_replicated)
-        self._watch = LoopWatch(self._stateful.values(), has_resumed=found is not None)
+        self._watch = LoopWatch(self._kept.values(), has_resumed=found is not None)
+        if self._logical is not None:
+            facts = self._logical.facts(has_begun=found is not None)
+            on_all_ranks(partial(self._logical.compare, facts, exchange(facts)))
         if found is None:
             if self._init_sync:
                 send_first(first_tensors(self._models, all(map(buffers_are_broadcast, self._wrapped.values()))), exchange)
@@ -212,6 +249,8 @@ class Checkpointer:
                     self._stateful[name].load_state_dict(value)
             self.scalars = {**found.extras["scalars"]}
             iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
+            if self._logical is not None:
+                self._logical.load(self._logical_found)
         self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
         with self.putting_back():
             take_rng_state(found.extras["rng"], found.new_rank)
@@ -239,14 +278,14 @@ class Checkpointer:
             self._after_resume.pop().remove()
         self.check_batches(self._stateful)
         if not self._has_looked:
-            check_epochs(self._stateful.values(), then=self.scalars, now=scalars)
+            check_epochs(self._kept.values(), then=self.scalars, now=scalars)
             self._has_looked = True
             self._look_for_uneven_steps()
         self.scalars.update(scalars)
         if self._joined.session.rank == 0:
             self._watch.named = self.named
             optimizers, has_stepped = self._optimizers, self._steps.has_stepped
-            self._watch.look(self._models.values(), self._stateful, optimizers, self.scalars, self._iteration, has_stepped)
+            self._watch.look(self._models.values(), self._kept, optimizers, self.scalars, self._iteration, has_stepped)
         self._steps.refuse_stranger()
         self._end_of_step()
         before, self._updates = self._updates, self._updates + self._steps.take()
@@ -259,6 +298,8 @@ class Checkpointer:
                 "rng": rng_state(),
                 "ddp": {name: ddp_state(model, self._is_replicated) for name, model in self._wrapped.items()},
             }
+            if self._logical is not None:
+                extras["logical"] = self._logical.state_dict()
             self._save(self._iteration, extras)
         else:
             self.alive(self._iteration)
@@ -279,6 +320,10 @@ class Checkpointer:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
         """
         self.config.refuse_elastic(os.environ)
+        if self.config.elastic == "exact" and self._logical is None:
+            raise ConfigError(
+                "elastic='exact' is for plain loops with checkpointer.logical_ranks(); leave it out here (docs/elastic.md#bit-for-bit)"
+            )
         if self.config.elastic and not self.asks_for_accumulation:
             raise ConfigError(
                 "elastic='batch' is for plain loops, Fabric and Lightning's Trainer under DDP or FSDP2, and for DeepSpeed's engines with "
@@ -314,13 +359,20 @@ class Checkpointer:
             extras = on_all_ranks(lambda: read_extras(session.sources, session.rank, session.world_size, session.secret, trust))
         with self.putting_back():
             own = extras[session.rank % plan.world_size]
-            if self.config.elastic:
+            if ("logical" in own["extras"]) != (self._logical is not None):
+                raise StateError(
+                    "the snapshot was made with logical ranks and this job has none, or the reverse; resume it with the same "
+                    "logical_ranks() and elastic, or begin anew with another run_id"
+                )
+            if self._logical is not None:
+                self._logical_found = [value["extras"]["logical"] for value in extras.values()]
+            if self.config.elastic == "batch":
                 resize = Resize(then=plan.world_size, now=session.world_size, rank=session.rank)
                 self.accumulation = carried_accumulation(own["extras"], self.accumulation, resize)
                 iterators.resumption.resize = resize if plan.world_size != session.world_size else None
             self._state_extras = {owner: value["tensors"] for owner, value in extras.items()}
             self._hyperparameters.then = own.get("given", {})  # snapshots in storage may be older
-            is_new = self.config.elastic and session.rank >= plan.world_size and _draw_apart(extras.values())
+            is_new = self.config.elastic == "batch" and session.rank >= plan.world_size and _draw_apart(extras.values())
             found = Snapshot(iteration=self._iteration, extras=own["extras"], source=plan.kind, world_size=plan.world_size)
             return replace(found, new_rank=session.rank) if is_new else found
 
@@ -363,6 +415,8 @@ class Checkpointer:
         """Names a state to capture that is no plain module and optimizer; the caller calls ``wait_before_update`` and ``save``."""
         if self.config.verify == "replay" and state.unrepeatable:
             raise ConfigError(f"verify='replay' is not possible here: {state.unrepeatable}; give verify=True")
+        if self._logical is not None:
+            raise ConfigError("the models of logical ranks are those that were given before logical_ranks(); give all of them by then")
         self._steps.forget()
         self._bound = state
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
@@ -471,7 +525,7 @@ class Checkpointer:
 
     def note_resume(self, state: Mapping[str, Any]) -> None:
         """Records that all has been put back: a seed that is set again, and the first step of present schedulers, are seen from here on."""
-        if self.config.elastic:
+        if self.config.elastic == "batch":
             self._scheduled = check_schedulers(state, {})
         iterators.resumption.note_resume()
 
@@ -691,7 +745,7 @@ class Checkpointer:
         Raises:
             GeminiError: it took other batches than `accumulation` says, or from loaders of another kind, or stepped a scheduler with each.
         """
-        if not self.config.elastic:
+        if self.config.elastic != "batch":
             return
         if (begun := iterations(given)) != self._begun:
             self.refuse_data(given, unkept(given.values(), generators=True) if self._begun is None else ())
@@ -707,6 +761,7 @@ class Checkpointer:
         self._find_gradients(is_late=self._was_bound_at_open)
         if self.config.elastic:
             self._refuse_fixed()
+        if self.config.elastic == "batch":
             extras = extras | {"accumulation": self.accumulation}
         self._take_census()
         self._joined.record(iteration, self._state, extras, self._hyperparameters.saved())
@@ -715,9 +770,9 @@ class Checkpointer:
         faults.at_step(iteration, "in_copy", self._any_tensor)
 
     def _refuse_fixed(self) -> None:
-        """Refuses, for ``elastic: batch``, a state that another number of ranks could not load."""
+        """Refuses, for ``elastic``, a state that another number of ranks could not load."""
         why = ""
-        if self._gradients is not None and not is_elastic(self._gradients):
+        if self._gradients is not None and (self._logical is not None or not is_elastic(self._gradients)):
             why = "a gradient pipeline, whose residuals belong to each rank"
         elif isinstance(self._bound, PlainState):
             why = self._bound.why_fixed(self._joined.session.world_size, has_local_steps=self._gradients is not None)
@@ -725,8 +780,8 @@ class Checkpointer:
             why = f"the state of a {type(self._bound).__name__}, which as many ranks load"
         if why:
             raise ConfigError(
-                f"elastic='batch' keeps what DDP, FSDP2 or ZeRO trains, and this job has {why}; give a fixed number of hosts, or leave "
-                "elastic out"
+                f"elastic={self.config.elastic!r} keeps what DDP, FSDP2 or ZeRO trains, and this job has {why}; give a fixed number of "
+                "hosts, or leave elastic out"
             )
 
     def _prepare_replay(self) -> None:
@@ -780,6 +835,11 @@ class Checkpointer:
     def _wrapped(self) -> dict[str, DistributedDataParallel]:
         """The models that DDP wraps."""
         return {name: model for name, model in self._models.items() if isinstance(model, DistributedDataParallel)}
+
+    @property
+    def _kept(self) -> dict[str, Any]:
+        """The objects beside the models whose state snapshots have, by name."""
+        return self._stateful if self._logical is None else {**self._stateful, **self._logical.loaders, "logical ranks": self._logical}
 
     @property
     def _is_replicated(self) -> bool:

@@ -231,7 +231,7 @@ def check_range(options: argparse.Namespace, config: GeminiConfig, environ: Muta
     least, most = torchrun.parse_min_max_nnodes(options.nnodes)
     if 2 * least <= most and "," in options.rdzv_endpoint:
         environ[NOT_ELASTIC] = (
-            f"--nnodes={options.nnodes} with several stores and elastic='batch': both sides of a network that falls apart could go on; "
+            f"--nnodes={options.nnodes} with several stores and the option elastic: both sides of a network that falls apart could go on; "
             f"give a MIN of {most // 2 + 1} or more, or one store"
         )
         config.refuse_elastic(environ)

@@ -804,7 +804,7 @@ def test_a_script_that_changes_the_number_of_hosts_is_refused_where_two_sides_co
     host.wait_for(lambda: "up with" in host.out or host.process.poll() is not None)
     assert host.out == ""
     assert host.wait() == 70
-    assert "ConfigError: --nnodes=1:2 with several stores and elastic='batch': both sides of a network" in host.err
+    assert "ConfigError: --nnodes=1:2 with several stores and the option elastic: both sides of a network" in host.err
 
 
 WRONG = """

@@ -45,6 +45,7 @@ SMALL_STATE = [
     "lightning.trainer_metrics:metric_state",
     "state.base:PlainState.extras",
     "state.ddp:ddp_state",
+    "state.logical:LogicalRanks.state_dict",
     "state.modes:Modes.collect",
     "state.modules:collect_extras",
     "state.pending:PendingGradients.collect",
@@ -64,10 +65,10 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "a3114ef34e22eec4"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "f86473310883d312"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "5b83d073f2a47f77"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "50d28b860031760e"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,

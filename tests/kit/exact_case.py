@@ -1,0 +1,205 @@
+"""What the workers of test_elastic_exact.py train by logical ranks, and the same by a single process that knows nothing of these."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import gemini_ft
+from gemini_ft.testing import digest
+
+COUNT, SAMPLES, BATCH, EPOCHS = 4, 48, 3, 5  # steps of 12 samples: 4 in an epoch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training job."""
+
+    seed: int = 0
+    accumulation: int = 1
+    device: str = "cpu"
+    pause: float = 0.0
+
+
+class Noisy(Dataset[torch.Tensor]):
+    """Samples that draw from all three global generators."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = random.random() + float(np.random.rand())
+        return torch.linspace(-1, 1, 6) * (index + 1) / SAMPLES + 0.1 * noise * torch.rand(6)
+
+
+class Net(nn.Module):
+    """BatchNorm, dropout, a generator of its own, and a parameter that some logical ranks leave without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.drop, self.last = nn.Linear(6, 17), nn.BatchNorm1d(17), nn.Dropout(0.3), nn.Linear(17, 1)
+        self.rare, self.unused = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))
+        self.generator = np.random.default_rng(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.last(self.drop(torch.relu(self.norm(self.first(x)))))
+        out = out + 0.1 * float(self.generator.standard_normal())
+        return out * self.rare.sum() if float(torch.rand(())) < 0.3 else out
+
+
+def made(case: Case) -> tuple[Net, torch.optim.Optimizer, Any]:
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(case.seed)
+    random.seed(case.seed)
+    np.random.seed(case.seed)
+    model = Net().to(case.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2)
+    return model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
+
+
+def seeded(case: Case, number: int) -> None:
+    torch.manual_seed(100 * case.seed + number)
+    random.seed(200 * case.seed + number)
+    np.random.seed(300 * case.seed + number)
+
+
+def loader_of(number: int) -> DataLoader[torch.Tensor]:
+    return DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), COUNT, number, seed=7))
+
+
+def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    return digest({name: [param.detach(), optimizer.state.get(param, {})] for name, param in model.named_parameters()})
+
+
+def of_rank(model: nn.Module) -> str:
+    """Buffers, and what would be drawn next."""
+    device = next(model.parameters()).device
+    drawn = [torch.rand(2).tolist(), random.random(), float(np.random.rand()), torch.rand(2, device=device).tolist()]
+    return digest([dict(model.named_buffers()), drawn])
+
+
+def train(case: Case, until: int) -> dict[str, Any]:
+    """Trains until a step by logical ranks; returns the bits of each step, and of each logical rank here at the end."""
+    gemini_ft.init_process_group("gloo")
+    model, optimizer, scheduler = made(case)
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"scheduler": scheduler}, elastic="exact", interval=1)
+    ranks = checkpointer.logical_ranks(COUNT, lambda number: gemini_ft.resumable(loader_of(number)))
+    for rank in ranks:
+        with rank:
+            seeded(case, rank.number)
+    start = step = checkpointer.resume()
+    found: dict[int, str] = {start: bits(model, optimizer)}
+    for epoch in range(checkpointer.scalars.get("epoch", 0), EPOCHS):
+        for turns, turn in enumerate(ranks.batches(epoch), 1):
+            for rank, batch in turn:
+                with rank:
+                    (model(batch.to(case.device)).square().mean() / case.accumulation).backward()
+            if turns % case.accumulation:
+                continue
+            ranks.reduce()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            torch.rand(())  # the job's own
+            step += 1
+            checkpointer.step(epoch=epoch, norm=norm.item())
+            found[step] = bits(model, optimizer)
+            time.sleep(case.pause)
+            if step >= until:
+                checkpointer.flush()
+                return said(start, found, ranks, model, checkpointer)
+    checkpointer.close()
+    return said(start, found, ranks, model, checkpointer)
+
+
+def said(start: int, found: dict[int, str], ranks: Any, model: nn.Module, checkpointer: Any) -> dict[str, Any]:
+    inner = {}
+    common = float(torch.rand(()))
+    for rank in ranks:
+        with rank:
+            inner[rank.number] = of_rank(model)
+    return {"start": start, "bits": found, "ranks": inner, "common": common, "restored": checkpointer.stats.restored}
+
+
+def oracle(case: Case) -> dict[str, Any]:
+    """The same training in one process by plain torch: a copy of buffers and of all generators for each of four ranks."""
+    model, optimizer, scheduler = made(case)
+    outside = drawn()
+    states: list[list[Any]] = []
+    loaders: list[Any] = [loader_of(number) for number in range(COUNT)]
+    for number in range(COUNT):
+        seeded(case, number)
+        states.append([drawn(), copy.deepcopy(dict(model.named_buffers())), copy.deepcopy(model.generator.bit_generator.state)])
+    params, step, found = list(model.parameters()), 0, {0: bits(model, optimizer)}
+
+    def enter(number: int) -> None:
+        generators, buffers, own = states[number]
+        draw_from(generators)
+        model.generator.bit_generator.state = own
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+
+    def leave(number: int) -> None:
+        states[number] = [drawn(), copy.deepcopy(dict(model.named_buffers())), copy.deepcopy(model.generator.bit_generator.state)]
+
+    for epoch in range(EPOCHS):
+        sources = []
+        for number, loader in enumerate(loaders):
+            enter(number)
+            loader.sampler.set_epoch(epoch)
+            sources.append(iter(loader))
+            leave(number)
+        for turn in range(SAMPLES // BATCH // COUNT):
+            if turn % case.accumulation == 0:
+                sums: list[list[torch.Tensor | None]] = [[None] * len(params) for _ in range(COUNT)]
+            for number in range(COUNT):
+                enter(number)
+                for param, grad in zip(params, sums[number], strict=True):
+                    param.grad = grad
+                (model(next(sources[number]).to(case.device)).square().mean() / case.accumulation).backward()
+                sums[number] = [param.grad for param in params]
+                leave(number)
+            if (turn + 1) % case.accumulation:
+                continue
+            for index, param in enumerate(params):
+                grads = [own[index] for own in sums]
+                total = torch.zeros_like(param)
+                for grad in grads:
+                    total += grad if grad is not None else 0
+                param.grad = total / COUNT if any(grad is not None for grad in grads) else None
+            nn.utils.clip_grad_norm_(params, 0.5)
+            optimizer.step()
+            scheduler.step()
+            draw_from(outside)
+            torch.rand(())
+            outside = drawn()
+            step += 1
+            found[step] = bits(model, optimizer)
+    draw_from(outside)
+    common, inner = float(torch.rand(())), {}
+    for number in range(COUNT):
+        enter(number)
+        inner[number] = of_rank(model)
+    return {"bits": found, "ranks": inner, "common": common}
+
+
+def drawn() -> list[Any]:
+    device = [torch.cuda.get_rng_state()] if torch.cuda.is_available() else []
+    return [torch.get_rng_state(), random.getstate(), np.random.get_state(), *device]
+
+
+def draw_from(state: list[Any]) -> None:
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    np.random.set_state(state[2])
+    for device in state[3:]:
+        torch.cuda.set_rng_state(device)
