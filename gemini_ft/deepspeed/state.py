@@ -437,11 +437,11 @@ def _check(engine: Any) -> None:
     kinds = (deepspeed.DeepSpeedEngine, deepspeed.PipelineEngine)
     if not any(kind in (type(engine), *type(engine).__bases__) for kind in kinds):
         raise UnsupportedStateError(f"a {type(engine).__name__} cannot be captured; supported: DeepSpeedEngine and PipelineEngine")
-    if why := next((why for found, why in _unsupported(engine) if found), None):
+    if why := next((why for found, why in unsupported(engine) if found), None):
         raise UnsupportedStateError(why)
 
 
-def _unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
+def unsupported(engine: Any) -> Iterator[tuple[bool, str]]:
     """The reason why an engine's setting is refused, or None."""
     for name, settings in (("offload_optimizer", engine.zero_offload_optimizer()), ("offload_param", engine.zero_offload_param())):
         nvme = settings is not None and settings.device == "nvme"

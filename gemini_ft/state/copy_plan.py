@@ -51,14 +51,14 @@ class MappedSlot:
         self.view = memoryview(self.memory)[data_offset : data_offset + capacity]
         self.tensor = torch.frombuffer(self.view, dtype=torch.uint8) if capacity else torch.empty(0, dtype=torch.uint8)
         self.address = self.tensor.data_ptr()
-        self._closed = False
+        self.is_closed = False
         self.key = _key(fd, data_offset, capacity)
         self._targets: dict[int, list[torch.Tensor]] = {}  # number of a batch -> where its small tensors go
         self._pinned_for = device if capacity and accelerator.pin(device, self.address, capacity) else None
 
     def prefault(self) -> None:
         """Touches all pages, from this process: they come from its own NUMA node, and not during the first copy."""
-        populate(self.memory, len(self.memory), lambda: not self._closed)
+        populate(self.memory, len(self.memory), lambda: not self.is_closed)
 
     def write(self, number: int, batch: Batch) -> None:
         """Lays down one batch of a plan, always the same one; from an accelerator, queues that on the current stream."""
@@ -80,7 +80,7 @@ class MappedSlot:
         return self.tensor[offset : offset + source.nbytes].view(source.dtype).view(source.shape)
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         try:
             if self._pinned_for is not None:
                 accelerator.unpin(self._pinned_for, self.address)
@@ -89,12 +89,12 @@ class MappedSlot:
 
     def rest(self) -> None:
         """Keeps the mapping, with its pages, for the process's next attempt (`map_slots`); nothing writes to it meanwhile."""
-        self._closed = True
+        self.is_closed = True
         self.forget()
         _resting[self.key] = self
 
     def wake(self) -> MappedSlot:
-        self._closed = False
+        self.is_closed = False
         return self
 
 
@@ -109,8 +109,12 @@ def _key(fd: int, data_offset: int, capacity: int) -> tuple[int, ...]:
 
 def end_rest() -> None:
     """Closes what has been kept for an attempt that needs it no more."""
-    while _resting:
-        _resting.popitem()[1].close()
+    for key in list(_resting):  # two threads may do this at a time
+        if (slot := _resting.pop(key, None)) is not None:
+            slot.close()
+
+
+os.register_at_fork(after_in_child=end_rest)  # a child has the files, which would keep the memory, but not the mappings
 
 
 def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | None) -> list[MappedSlot]:
@@ -128,6 +132,7 @@ def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | Non
                 mapped.append(slot.wake())
                 os.close(fd)
             else:
+                end_rest()  # the agent has given other slots in their place: their memory would stay, beside that of the new ones
                 mapped.append(MappedSlot(fd, reserved.data_offset, reserved.capacity, device))
     except (OSError, RuntimeError) as error:
         for slot in mapped:

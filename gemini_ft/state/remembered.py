@@ -13,6 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
@@ -433,7 +434,7 @@ def _put(fields: Fields, name: str, value: Any) -> None:
 
 def _has_fields(item: Any) -> bool:
     """Whether an object has attributes that a script may set: of Python's own classes with slots, fractions for example, none changes."""
-    if is_a(item, (functools.partial, MethodType)) or fields_of(item) is NO_FIELDS:
+    if is_a(item, (functools.partial, MethodType, Enum)) or fields_of(item) is NO_FIELDS:
         return False
     kind: type = type(item)
     return kind.__module__ not in sys.stdlib_module_names or not slots_of(kind)
@@ -449,7 +450,7 @@ def _is_closed(item: Any) -> bool:
 def _is_foreign(module: str) -> bool:
     package, _, rest = module.partition(".")
     if package == "torch":
-        return not rest.startswith(("amp.grad_scaler", "distributions", "utils.data"))
+        return not rest.startswith(("amp.grad_scaler", "cuda.amp.grad_scaler", "utils.data"))
     return package in _FOREIGN
 
 

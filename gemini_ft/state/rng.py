@@ -64,16 +64,16 @@ class _ScriptGenerators:
 
     def __init__(self) -> None:
         self._places: list[_Place] = []  # those that had a generator at the last look
-        self._modules: list[ModuleType] = []  # those that were looked through
+        self._looked_through: list[ModuleType] = []  # those that were looked through
 
     def look(self) -> dict[str, Any]:
-        self._modules = script_modules()
-        self._places = [place for module in self._modules for place in _places(module)]
+        self._looked_through = script_modules()
+        self._places = [place for module in self._looked_through for place in _places(module)]
         return self.seen()
 
     def seen(self) -> dict[str, Any]:
         """Returns what is now in the variables of the last look; it looks again where the script has other modules since."""
-        if self._modules != script_modules():
+        if self._looked_through != script_modules():
             return self.look()
         of_process = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
         found = {place.path: place.value for place in self._places}
@@ -318,14 +318,15 @@ def _state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         return generator.getstate()
     if isinstance(generator, SobolEngine):
-        return {"drawn": generator.num_generated, "last": generator.quasi.tolist()}
+        scrambled = {name: getattr(generator, name).tolist() for name in ("shift", "sobolstate")} if generator.scramble else {}
+        return {"drawn": generator.num_generated, "last": generator.quasi.tolist(), **scrambled}
     if isinstance(generator, np.random.SeedSequence):
         return _comparable(generator.state)
     if isinstance(generator, np.random.RandomState):
         return _comparable(generator.get_state(legacy=False))
     bits = generator if isinstance(generator, np.random.BitGenerator) else generator.bit_generator
-    spawned = getattr(_seeds_of(bits), "n_children_spawned", 0)
-    return _comparable(bits.state) | ({"spawned": spawned} if spawned else {})
+    seeds = _seeds_of(bits)
+    return _comparable(bits.state) | ({"seeds": _comparable(seeds.state)} if seeds is not None else {})
 
 
 def _seeds_of(bits: Any) -> Any:
@@ -349,6 +350,8 @@ def _set_state_of(generator: Any, state: Any) -> None:
     elif isinstance(generator, SobolEngine):
         generator.num_generated = state["drawn"]
         generator.quasi.copy_(torch.tensor(state["last"]))
+        for name in ("shift", "sobolstate") if "shift" in state else ():
+            getattr(generator, name).copy_(torch.tensor(state[name]))
     elif isinstance(generator, np.random.SeedSequence):
         made: Any = np.random.SeedSequence(**state | {"spawn_key": tuple(state["spawn_key"])})
         generator.__setstate_cython__(made.__reduce__()[2])  # as unpickling does: it cannot be set otherwise
@@ -357,9 +360,8 @@ def _set_state_of(generator: Any, state: Any) -> None:
     else:
         bits = generator if isinstance(generator, np.random.BitGenerator) else generator.bit_generator
         bits.state = state
-        spawned, seeds = state.get("spawned", 0), _seeds_of(bits)
-        if seeds is not None and seeds.n_children_spawned != spawned:
-            _set_state_of(seeds, seeds.state | {"n_children_spawned": spawned})
+        if (seeds := _seeds_of(bits)) is not None and _comparable(seeds.state) != state.get("seeds", _comparable(seeds.state)):
+            _set_state_of(seeds, state["seeds"])
 
 
 def _tuples(state: Any) -> Any:

@@ -26,7 +26,7 @@ ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 SEQUENCES = (list, tuple, set, frozenset, deque)
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 SMALL = 2**18  # bytes of a value that is kept
-_WHOLE = 2**22  # bytes of an array of which all elements are looked at
+_WHOLE = 2**20  # bytes of an array of which all elements are looked at
 _MANY = 1000  # objects in a container of which the attributes are looked at
 _SAMPLED = 4096  # of a larger array at least so many elements are looked at, and less than twice as many
 _Number = (Synchronized, ctypes._SimpleCData)  # of multiprocessing.Value and RawValue
@@ -209,7 +209,7 @@ def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
     """A number that differs after a value that is not plain was changed in place.
 
     Of tensors it looks at versions and, if ``closely``, at one element, as writes to ``tensor.data`` count no version; at all elements of
-    one up to 4 MiB that is an attribute itself. So it does of an array.
+    one up to 1 MiB that is an attribute itself. So it does of an array.
 
     Args:
         closely: as in `Opaque`.
@@ -228,19 +228,19 @@ def _marked(value: Any, closely: bool, most: int) -> int:
         is_seen = closely and value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
         if not is_seen or hasattr(value, "placements"):
             return hash(version_of(value))
-        is_whole = most == _SAMPLED and value.nbytes <= _WHOLE
+        is_whole = most == _SAMPLED and not value.is_nested and value.nbytes <= _WHOLE
         seen = _marked_array(_bits(value).numpy(), most) if is_whole else repr(value[(0,) * value.ndim].item())
         return hash((version_of(value), seen))
     if is_a(value, nn.Module):
         tensors = [*value.parameters(), *value.buffers()]
         updates = getattr(value, "_update_count", 0) if closely else 0  # of a metric of torchmetrics
-        return int(updates) + sum(map(version_of, tensors)) + sum(_mark(tensor, closely) for tensor in tensors[:1])
+        return int(updates) + sum(map(version_of, tensors)) + sum(_mark(tensor, closely, most // FEW) for tensor in tensors[:1])
     if closely and is_a(value, (bytearray, array.array)):
         return hash(bytes(value))
     if closely and is_a(value, np.ndarray):
         return _marked_array(np.asarray(value), most)
     parts = list(itertools.islice(entries(value), most))  # more are data
-    count = len(entries(value)) + sum(_mark(part, closely) for part in parts if is_a(part, (torch.Tensor, nn.Module)))
+    count = len(entries(value)) + sum(_mark(part, closely, most // FEW) for part in parts if is_a(part, (torch.Tensor, nn.Module)))
     if not closely:
         return count
     inner = [_mark(part, closely, most // FEW) for part in parts if is_a(part, (*SEQUENCES, dict, np.ndarray))] if most > 1 else []
@@ -252,6 +252,7 @@ def _marked(value: Any, closely: bool, most: int) -> int:
 def _marked_array(array: Any, most: int) -> int:
     if array.dtype.hasobject:
         return hash(tuple(part for part in array.flat[:most] if type(part) in ATOMS))
+    array = array.T if array.flags.f_contiguous else array
     is_whole = most == _SAMPLED and array.nbytes <= _WHOLE and not _is_mapped(array)
     seen: Any = np.ascontiguousarray(array) if is_whole else _sampled(array)
     return xxhash.xxh3_64_intdigest(seen)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from gemini_ft.errors import StateError, UnsupportedStateError, WorldSizeError
+from gemini_ft.state.fields import fields_of
 from gemini_ft.state.survey import Survey
 from gemini_ft.state.tensors import own_attributes
 
@@ -167,7 +168,7 @@ def check_schedulers(given: Mapping[str, Any], before: Mapping[str, int]) -> dic
     Raises:
         StateError: one was stepped more than once, as by a loop that does so after each micro-batch.
     """
-    found = {name: _steps_of(value) for name, value in given.items() if isinstance(value, LRScheduler) or hasattr(value, _DEEPSPEEDS)}
+    found = {name: _steps_of(value) for name, value in given.items() if isinstance(value, LRScheduler) or _DEEPSPEEDS in fields_of(value)}
     counts = {name: count for name, count in found.items() if count is not None}
     for name, count in counts.items():
         if (steps := count - before.get(name, count)) > 1:

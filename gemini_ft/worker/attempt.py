@@ -156,10 +156,11 @@ def leave_if_over() -> None:
 
 def arrived() -> None:
     """Tells the launcher of the attempt's first step: the agent watches this worker from then on."""
-    if present is not None and not present.has_arrived:
-        present.has_arrived = True
-        present.say(ARRIVED)
-        end_rest()
+    if present is not None:
+        if not present.has_arrived:
+            present.has_arrived = True
+            present.say(ARRIVED)
+        end_rest()  # at each step: a training that fails may be followed by another one in the same attempt
 
 
 def is_in_place() -> bool:

@@ -18,7 +18,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install tran
 import deepspeed
 
 from gemini_ft.deepspeed import versions
-from gemini_ft.deepspeed.state import _unsupported
+from gemini_ft.deepspeed.state import unsupported
 from gemini_ft.errors import ConfigError, UnsupportedStateError
 from gemini_ft.lightning import compat
 from gemini_ft.transformers_versions import SUPPORTED, counts, told_of_epochs, transformers
@@ -95,7 +95,7 @@ def test_an_older_engine_manages_accumulation() -> None:
 def test_schedules_of_an_older_deepspeed_are_refused_where_they_are_used(attributes: dict[str, Any], sections: list[str]) -> None:
     engine = Engine()
     vars(engine).update(attributes)
-    assert [why.partition(" ")[0] for found, why in _unsupported(engine) if found] == sections
+    assert [why.partition(" ")[0] for found, why in unsupported(engine) if found] == sections
 
 
 class Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import os
 import signal
 import socket
@@ -204,7 +205,7 @@ def test_a_step_without_a_snapshot_is_the_first_one_too(launcher: socket.socket,
     checkpointer.close()
 
 
-def test_the_slots_that_an_attempt_has_mapped_serve_the_next_one(launcher: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slots_that_an_attempt_has_mapped_serve_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """To give them up and to get their pages anew costs more than all the rest of a rollback."""
     monkeypatch.setenv("GEMINI_RUN_ID", f"mapped-{os.getpid()}")
     monkeypatch.setenv("GEMINI_LINGER", "1")
@@ -215,10 +216,10 @@ def test_the_slots_that_an_attempt_has_mapped_serve_the_next_one(launcher: socke
         map_one(slot, *arguments)
 
     monkeypatch.setattr(MappedSlot, "__init__", note)
-    weights, counts = torch.empty(0), list[int]()
-    for number in range(3):
-        assert attempt.present is not None
-        monkeypatch.setattr(attempt, "present", OwnAttempt(attempt.present._end))
+    weights, counts, pairs = torch.empty(0), list[int](), [channel.pair() for _ in range(3)]
+    for number, (_, ours) in enumerate(pairs):
+        present = OwnAttempt(ours)
+        monkeypatch.setattr(attempt, "present", present)
         model = torch.nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         checkpointer = gemini_ft.Checkpointer(model, optimizer, on_late="wait")
@@ -229,11 +230,13 @@ def test_the_slots_that_an_attempt_has_mapped_serve_the_next_one(launcher: socke
         weights = model.weight.detach().clone()
         counts.append(len(os.listdir("/proc/self/fd")))
         if number < 2:
-            attempt.present.close()
+            present.close()
     checkpointer.close()
+    for end in itertools.chain(*pairs):
+        end.close()
     assert len(mapped) == 2
     assert counts[1] == counts[2]
-    assert all(slot._closed for slot in mapped)
+    assert all(slot.is_closed for slot in mapped)
 
 
 def test_a_worker_that_cannot_join_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -346,7 +346,6 @@ OBJECTS: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
         lambda engine: engine.draw().sum().item(),
     ),
     "scaler": (lambda: torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2), _scaled),
-    "distribution": (lambda: torch.distributions.Normal(torch.zeros(()), torch.ones(())), lambda normal: normal.loc.add_(1).item()),
     "random of the script": (lambda: OwnRandom(1), lambda own: own.random()),
     "numpy's generator of the script": (lambda: OwnGenerator(np.random.PCG64(1)), lambda own: own.next()),
 }
