@@ -204,6 +204,7 @@ class Checkpointer:
         given = {name: value for name, value in self._stateful.items() if not isinstance(value, GivenGenerator)}
         ranks.common = lambda: {
             "the values that step() was given": self.scalars,
+            "the options of the optimizers": [_options_of(optimizer) for optimizer in self._optimizers],
             **{f"state[{name!r}]": value.state_dict() for name, value in given.items()},
         }
         self.census.register("logical ranks", ranks.findings)
@@ -865,3 +866,8 @@ def _log_to_stderr() -> None:
         _log.setLevel(logging.INFO)
     elif _log.level == logging.NOTSET and root.level == logging.WARNING:
         _log.setLevel(logging.INFO)
+
+
+def _options_of(optimizer: Any) -> list[dict[str, Any]]:
+    """The groups of an optimizer without their parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]

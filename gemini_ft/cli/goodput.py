@@ -78,7 +78,7 @@ def _of_agents(run: str) -> Mapping[str, BookedTime]:
                 time = TypeAdapter(RunTime | None).validate_python(stream["measures"]["run"])
             except (LookupError, TypeError, ValueError) as error:  # as an agent of another version may tell it
                 why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-                print(f"the ledger of {name} that host {document['host']} has cannot be true, and is left out ({why})", file=sys.stderr)
+                print(f"the ledger of {name} that host {document['host']} has cannot be read, and is left out ({why})", file=sys.stderr)
                 continue
             if (newer := longer(found.get(name), time)) is not None:
                 found[name] = newer

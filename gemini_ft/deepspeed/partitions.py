@@ -147,6 +147,8 @@ def _told(write: Callable[..., None], written: Callable[[bool], None]) -> Callab
     @wraps(write)
     def told(*arguments: Any, **named: Any) -> None:
         write(*arguments, **named)
+        if any(isinstance(each, torch.nn.Parameter) and not each.requires_grad for each in (*arguments, *named.values())):
+            return  # ZeRO 3 leaves what is frozen as it is
         written(not any(isinstance(key, str) for key in (*arguments, *named.values())))  # the key of optimizer state
 
     return told

@@ -67,6 +67,7 @@ class Protection:
         self._resumed: int | None = None
         self.is_updated = self.has_stepped = self._closed = self._has_looked = self._has_gradients = False
         self._is_ahead = False  # masters have been written, and the weights follow at the next step
+        self._has_skipped = False  # the last snapshot that was due, because of that
         self._border = Border(self, engine.module)
         self._data = EngineData({}, is_new=False)
         engines.open.add(self)
@@ -219,19 +220,26 @@ class Protection:
             moment: the result of `moment` when the iteration ended; default: that of now.
 
         Raises:
-            StateError: weights do not follow from the masters.
+            StateError: weights do not follow from the masters, as at the snapshot before.
         """
         if not self.is_updated:
             return
         self.is_updated = False
         self._look_for_what_is_left_out()
         before, self.iteration = self.iteration, self.number
-        if self._is_ahead:  # a resumed engine makes its weights of the masters
-            raise StateError(
+        is_due = self.checkpointer.due(before, self.number)
+        if is_due and self._is_ahead:  # a resumed engine makes its weights of the masters
+            why = (
                 "masters have been written after engine.step() (safe_set_full_fp32_param), and the weights follow at the next step, so "
                 "that no snapshot can have both; write them before engine.step(), behind the last backward()"
             )
-        if self.checkpointer.due(before, self.number):
+            if self._has_skipped:
+                raise StateError(why)
+            self._has_skipped = True
+            _log.warning("step %d has no snapshot: %s", self.number, why)
+            self.checkpointer.alive(self.number)
+        elif is_due:
+            self._has_skipped = False
             extras = {"client_state": self.client_state, "kept": self.others(), "late": self._border.is_late}
             self.checkpointer.save(self.number, extras | (self.moment() if moment is None else moment))
         else:

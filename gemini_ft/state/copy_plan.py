@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -98,6 +99,7 @@ class MappedSlot:
         return self
 
 
+_inherited: list[MappedSlot] = []  # from the process that has forked this one
 _resting: dict[tuple[int, ...], MappedSlot] = {}  # each holds its file, so that the kernel gives the number to no other one
 
 
@@ -114,7 +116,18 @@ def end_rest() -> None:
             slot.close()
 
 
-os.register_at_fork(after_in_child=end_rest)  # a child has the files, which would keep the memory, but not the mappings
+def _forget_files() -> None:
+    """Closes the files that a forked child has got, which would keep the memory. It has none of the mappings."""
+    files = {key[:2] for key in _resting}
+    _inherited.extend(_resting.values())  # so that nothing unmaps them: something else may lie there
+    _resting.clear()
+    for fd in map(int, os.listdir("/proc/self/fd")) if files else ():  # `mmap` has a copy of each
+        with contextlib.suppress(OSError):
+            if (file := os.fstat(fd)) and (file.st_dev, file.st_ino) in files:
+                os.close(fd)
+
+
+os.register_at_fork(after_in_child=_forget_files)
 
 
 def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | None) -> list[MappedSlot]:
@@ -127,12 +140,13 @@ def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | Non
     """
     mapped: list[MappedSlot] = []
     try:
-        for fd in fds:
-            if (slot := _resting.pop(_key(fd, reserved.data_offset, reserved.capacity), None)) is not None:
+        found = [_resting.pop(_key(fd, reserved.data_offset, reserved.capacity), None) for fd in fds]
+        end_rest()  # the agent has given other slots in the place of the rest: their memory would stay, beside that of the new ones
+        for fd, slot in zip(fds, found, strict=True):
+            if slot is not None:
                 mapped.append(slot.wake())
                 os.close(fd)
             else:
-                end_rest()  # the agent has given other slots in their place: their memory would stay, beside that of the new ones
                 mapped.append(MappedSlot(fd, reserved.data_offset, reserved.capacity, device))
     except (OSError, RuntimeError) as error:
         for slot in mapped:

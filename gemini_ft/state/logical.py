@@ -39,7 +39,7 @@ from gemini_ft.state.logical_sums import carried_by, reduce_in_order
 from gemini_ft.state.loop import keepable
 from gemini_ft.state.modes import not_users
 from gemini_ft.state.rebuilding import modules_of
-from gemini_ft.state.remembered import Attributes
+from gemini_ft.state.remembered import MODULE_INTERNALS, Attributes
 from gemini_ft.state.rng import (
     GivenGenerator,
     branch_randomness,
@@ -74,8 +74,9 @@ class LogicalRank:
         self._grads: list[torch.Tensor | None] = []
 
     def __enter__(self) -> LogicalRank:
-        self._entered = self._ranks._inside(self)
-        self._entered.__enter__()
+        entered = self._ranks._inside(self)
+        entered.__enter__()
+        self._entered = entered
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -111,12 +112,16 @@ class LogicalRanks:
         self._workers, self._worker = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
         self._models, self._given = models, {name: item for name, item in given.items() if isinstance(item, GivenGenerator)}
         self.common: Callable[[], dict[str, Any]] = dict
-        self._params = list({id(param): param for model in models.values() for param in model.parameters()}.values())
+        self._params = _parameters_of(models)
         self._refuse(optimizers)
         modules = modules_of(models)
         self._attributes = Attributes(modules, not_users, caches=False)
-        values = {f"{name}.{key}": value for name, module in modules.items() for key, value in vars(module).items()}
-        own = {name: value for name, value in values.items() if not name.rpartition(".")[2].startswith("_")}
+        own = {
+            f"{name}.{key}": value
+            for name, module in modules.items()
+            for key, value in vars(module).items()
+            if key not in MODULE_INTERNALS and not isinstance(value, nn.Module)
+        }
         self._held = private_generators(**own)
         self._active: LogicalRank | None = None
         self._place: tuple[int, int] = (0, 0)
@@ -155,7 +160,8 @@ class LogicalRanks:
                     "`for rank in ranks`"
                 )
             with self._generators_of(rank):
-                getattr(getattr(rank.loader, "sampler", None), "set_epoch", id)(epoch)  # some have none
+                for sampler in _samplers_of(rank.loader):
+                    getattr(sampler, "set_epoch", id)(epoch)  # some have none
                 sources.append(iter(rank.loader))
         turns = self._ranks[0].loader.batches_done
         while True:
@@ -180,7 +186,14 @@ class LogicalRanks:
         """
         self._refuse_inside("reduce()")
         self._refuse_strangers()
-        common = {"the position in the data": self._place, "random generators outside of logical ranks": self._take_generators()}
+        if [*map(id, _parameters_of(self._models))] != [*map(id, self._params)]:
+            raise StateError(
+                "elastic='exact': the models have other parameters than when logical_ranks() was called; change them before that"
+            )
+        outside = self._take_generators()
+        if (devices := outside["process"].get("accelerator")) is not None:  # the other ones of the host are other workers'
+            outside["process"] = outside["process"] | {"accelerator": devices["states"][devices["current"]]}
+        common = {"the position in the data": self._place, "random generators outside of logical ranks": outside}
         blobs = {name: codec.encode(value) for name, value in (common | self.common()).items()}
         means = reduce_in_order(self._params, [rank._grads for rank in self._ranks], self.count, blobs)
         for param, mean in zip(self._params, means, strict=True):
@@ -343,22 +356,23 @@ class LogicalRanks:
         return {name: (buffer.data_ptr(), version_of(buffer)) for name, buffer in self._present().items()}
 
     def _look(self) -> dict[str, Any]:
-        """The parameters, and the attributes of modules that are no buffers, as they are now."""
+        """The parameters, the attributes of modules that are no buffers, and what is the job's, as they are now."""
         kept, lost = self._attributes.changes()
         found: dict[str, Any] = {f"{path}.{name}": codec.encode(value) for path, values in kept.items() for name, value in values.items()}
         params = {f"{name}.{key}": version_of(param) for name, model in self._models.items() for key, param in model.named_parameters()}
-        return found | params | {path: b"" for path in lost if not self._attributes.is_made_once(path)}
+        given = {name: codec.encode(value) for name, value in self.common().items()}
+        return found | params | given | {path: b"" for path in lost if not self._attributes.is_made_once(path)}
 
     def _checked(self, loader: Any, number: int) -> Any:
         keepable(loader, f"loader_of({number})")
         if not hasattr(loader, "_gemini"):
             raise ConfigError(f"loader_of({number}) gave a {type(loader).__qualname__}; give gemini_ft.resumable(loader)")
-        sampler = getattr(loader, "sampler", None)
-        if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) != (self.count, number):
-            raise ConfigError(
-                f"loader_of({number}) gave a DistributedSampler of rank {sampler.rank} of {sampler.num_replicas}; give "
-                f"DistributedSampler(data, {self.count}, number), as the workers' own number changes"
-            )
+        for sampler in _samplers_of(loader):
+            if isinstance(sampler, DistributedSampler) and (sampler.num_replicas, sampler.rank) != (self.count, number):
+                raise ConfigError(
+                    f"loader_of({number}) gave a DistributedSampler of rank {sampler.rank} of {sampler.num_replicas}; give "
+                    f"DistributedSampler(data, {self.count}, number), as the workers' own number changes"
+                )
         if getattr(loader, "num_workers", 0):
             raise ConfigError(f"loader_of({number}) gave a loader with num_workers={loader.num_workers}; logical ranks take 0 {_OUT}")
         return loader
@@ -384,12 +398,14 @@ class LogicalRanks:
             )
 
     def _refuse_shared_data(self) -> None:
-        datasets = [dataset for loader in self.loaders.values() if (dataset := getattr(loader, "dataset", None)) is not None]
-        shared = [each for each in datasets if sum(each is other for other in datasets) > 1]
-        if shared and (found := private_generators(dataset=shared[0])):
-            raise ConfigError(
-                f"logical ranks share a dataset with generators of its own ({', '.join(found)}); make one for each in loader_of"
-            )
+        seen: set[int] = set()
+        for loader in self.loaders.values():
+            parts = {"dataset": getattr(loader, "dataset", None), "generator": getattr(loader, "generator", None)}
+            samplers = {type(sampler).__name__: sampler for sampler in _samplers_of(loader)}
+            found = private_generators(**parts, **samplers, collate_fn=getattr(loader, "collate_fn", None))
+            if shared := [path for path, generator in found.items() if id(generator) in seen]:
+                raise ConfigError(f"logical ranks share generators of their data ({', '.join(shared)}); make one for each in loader_of")
+            seen |= set(map(id, found.values()))
 
     def _refuse(self, optimizers: Sequence[Any]) -> None:
         """Refuses by name what logical ranks cannot carry."""
@@ -406,6 +422,7 @@ class LogicalRanks:
             "sharded parameters": any(isinstance(param, DTensor) for param in self._params),
             "no parameters, or on several devices": len({param.device for param in self._params}) != 1,
             "parameters of an optimizer that are in no model": any(id(param) not in known for group in groups for param in group["params"]),
+            "SyncBatchNorm, whose sums follow from the workers": any(isinstance(module, nn.SyncBatchNorm) for module in modules),
             "a module with extra state": any(type(module).get_extra_state is not nn.Module.get_extra_state for module in modules),
             "generators of model-parallel layers": any(tracker.get_states() for tracker in rng_trackers().values()),
             "kernels that may differ (call torch.use_deterministic_algorithms(True))": torch.get_deterministic_debug_mode() < 2,
@@ -413,3 +430,13 @@ class LogicalRanks:
         }
         if found := [name for name, is_so in why.items() if is_so]:
             raise ConfigError(f"elastic='exact' is for plain models with logical ranks, and this job has {'; '.join(found)} {_OUT}")
+
+
+def _parameters_of(models: Mapping[str, nn.Module]) -> list[nn.Parameter]:
+    return list({id(param): param for model in models.values() for param in model.parameters()}.values())
+
+
+def _samplers_of(loader: Any) -> list[Any]:
+    batches = getattr(loader, "batch_sampler", None)
+    found = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
+    return list({id(sampler): sampler for sampler in found if sampler is not None}.values())

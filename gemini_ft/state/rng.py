@@ -352,6 +352,7 @@ def _set_state_of(generator: Any, state: Any) -> None:
         generator.quasi.copy_(torch.tensor(state["last"]))
         for name in ("shift", "sobolstate") if "shift" in state else ():
             getattr(generator, name).copy_(torch.tensor(state[name]))
+            generator._first_point = (generator.shift / 2**generator.MAXBIT).reshape(1, -1)
     elif isinstance(generator, np.random.SeedSequence):
         made: Any = np.random.SeedSequence(**state | {"spawn_key": tuple(state["spawn_key"])})
         generator.__setstate_cython__(made.__reduce__()[2])  # as unpickling does: it cannot be set otherwise

@@ -209,7 +209,7 @@ def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
     """A number that differs after a value that is not plain was changed in place.
 
     Of tensors it looks at versions and, if ``closely``, at one element, as writes to ``tensor.data`` count no version; at all elements of
-    one up to 1 MiB that is an attribute itself. So it does of an array.
+    one up to 1 MiB that is an attribute itself. Arrays are looked at likewise, those of objects by their first numbers and texts.
 
     Args:
         closely: as in `Opaque`.
@@ -228,7 +228,7 @@ def _marked(value: Any, closely: bool, most: int) -> int:
         is_seen = closely and value.device.type == "cpu" and value.layout is torch.strided and value.numel() > 0
         if not is_seen or hasattr(value, "placements"):
             return hash(version_of(value))
-        is_whole = most == _SAMPLED and not value.is_nested and value.nbytes <= _WHOLE
+        is_whole = most == _SAMPLED and not (value.is_nested or value.is_quantized) and value.nbytes <= _WHOLE
         seen = _marked_array(_bits(value).numpy(), most) if is_whole else repr(value[(0,) * value.ndim].item())
         return hash((version_of(value), seen))
     if is_a(value, nn.Module):
@@ -238,7 +238,8 @@ def _marked(value: Any, closely: bool, most: int) -> int:
     if closely and is_a(value, (bytearray, array.array)):
         return hash(bytes(value))
     if closely and is_a(value, np.ndarray):
-        return _marked_array(np.asarray(value), most)
+        mask = _marked_array(np.ma.getmaskarray(value), most) if is_a(value, np.ma.MaskedArray) else 0
+        return hash((_marked_array(np.asarray(value), most), mask))
     parts = list(itertools.islice(entries(value), most))  # more are data
     count = len(entries(value)) + sum(_mark(part, closely, most // FEW) for part in parts if is_a(part, (torch.Tensor, nn.Module)))
     if not closely:

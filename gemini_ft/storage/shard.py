@@ -143,13 +143,9 @@ def write_shard(
         raise StorageError(f"{storage.url}: {key} is not written, as it could not be read in one piece: {what}")
     chunks = [data[start : min(start + step, layout.nbytes)] for start in range(0, layout.nbytes, step)]
 
-    def checked() -> list[int]:
-        checksums = [checksum(chunk) for chunk in chunks]
-        if committed is not None:
-            committed.check(key, blob, checksums, layout.nbytes, extras)
-        return checksums
-
-    checksums = checked()  # they come before the data; and nothing that is damaged takes the place of an object
+    checksums = [checksum(chunk) for chunk in chunks]
+    if committed is not None:
+        committed.check(key, blob, checksums, layout.nbytes, extras)  # nothing that is damaged takes the place of an object
     small = {"layout": blob, "extras": extras, "digests": pack(f"<{len(checksums)}Q", *checksums)}
     sizes = {name: len(blob) for name, blob in small.items()} | {"data": layout.nbytes}
     header = _header(layout, _arrange(sizes, base=0))
@@ -163,7 +159,8 @@ def write_shard(
             yield part
 
     storage.put(key, hashed(), transfer)
-    checked()  # once more, as until its last byte is sent a client reads the slot; a bit that flips there stays so
+    if committed is not None:  # once more: the client has read the slot until the last byte was sent
+        committed.check(key, blob, [checksum(chunk) for chunk in chunks], layout.nbytes, extras)
     spans = _arrange(sizes, base=len(header))
     spans |= {name: spans[name].model_copy(update={"xxh3": xxhash.xxh3_64_hexdigest(blob)}) for name, blob in small.items()}
     nbytes = spans["data"].offset + layout.nbytes

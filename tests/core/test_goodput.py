@@ -479,7 +479,7 @@ def test_a_ledger_of_an_agent_that_cannot_be_is_left_out(
     assert cli.main(["goodput", "r"]) == 0
     said = capsys.readouterr()
     assert said.out.startswith("main: 5 s, goodput 100.00%\n")
-    assert said.err.startswith("the ledger of main that host a has cannot be true, and is left out (")
+    assert said.err.startswith("the ledger of main that host a has cannot be read, and is left out (")
     del accounts[1]
     assert cli.main(["goodput", "r"]) == 1
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import gemini_ft
 from gemini_ft.config import load_config
@@ -110,6 +110,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "DTensors": (of_dtensors, "sharded parameters"),
     "two devices": (on_two_devices, "no parameters, or on several devices"),
     "extra state": (Extra, "a module with extra state"),
+    "sums over workers": (lambda: nn.Sequential(nn.Linear(2, 1), nn.SyncBatchNorm(1)), "SyncBatchNorm, whose sums follow from the workers"),
 }
 
 
@@ -182,7 +183,12 @@ LOADERS: dict[str, tuple[Callable[[int], Any], str]] = {
     ),
     "one rank's for all": (lambda number: loader_of(0), r"loader_of\(1\) gave a DistributedSampler of rank 0 of 2"),
     "processes": (partial(loader_of, num_workers=1), r"num_workers=1; logical ranks take 0"),
-    "a dataset that draws": (partial(loader_of, data=Augmented()), r"share a dataset with generators of its own \(dataset.generator\)"),
+    "a dataset that draws": (partial(loader_of, data=Augmented()), r"share generators of their data \(dataset.generator\)"),
+    "a generator for all": (partial(loader_of, generator=torch.Generator()), r"share generators of their data \(generator\)"),
+    "batches of the worker's number": (
+        lambda number: gemini_ft.resumable(DataLoader(DATA, batch_sampler=BatchSampler(DistributedSampler(DATA, 1, 0), 2, False))),
+        r"rank 0 of 1; give DistributedSampler\(data, 2, number\)",
+    ),
 }
 
 
@@ -279,6 +285,11 @@ def updates(model: Net, ranks: LogicalRanks) -> None:
         model.weight.mul_(0.5)
 
 
+def replaces(model: Net, ranks: LogicalRanks) -> None:
+    model.weight = nn.Parameter(torch.ones(1, 2))
+    ranks.reduce()
+
+
 def computes_outside(model: Net, ranks: LogicalRanks) -> None:
     ranks.reduce()
     model(torch.ones(2)).sum().backward()
@@ -310,6 +321,7 @@ LOOPS: dict[str, tuple[Callable[[Net, LogicalRanks], None], type[GeminiError], s
     "attribute": (counts, UnsupportedStateError, "model.calls changed inside a logical rank"),
     "buffer of another shape": (grows, LayoutMismatchError, "the buffers model.seen differ in shape or dtype"),
     "parameter": (updates, UnsupportedStateError, "model.weight changed inside a logical rank.* write it outside"),
+    "another parameter": (replaces, StateError, r"other parameters than when logical_ranks\(\) was called"),
     "gradient outside": (computes_outside, StateError, "a gradient that no logical rank has made"),
     "gradient outside, reduced": (reduces_what_is_outside, StateError, "a gradient that no logical rank has made"),
     "sparse gradients": (leaves_sparse_gradients, UnsupportedStateError, "these are sparse; give sparse=False"),
@@ -402,3 +414,22 @@ def test_gradients_are_summed_from_the_first_logical_rank_to_the_last() -> None:
     assert second is not None
     assert second.tolist() == [0.25, 0.75]
     assert third is None
+
+
+def test_what_is_the_jobs_is_refused_where_a_logical_rank_changes_it() -> None:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (first, *_) = checkpointer_of(model, optimizer).logical_ranks(2)
+    with pytest.raises(UnsupportedStateError, match="the options of the optimizers changed inside a logical rank"), first:
+        optimizer.param_groups[0]["lr"] = 0.2
+
+
+@pytest.mark.parametrize("name", ["generator", "_generator"])
+def test_each_logical_rank_has_its_own_state_of_a_modules_generator(name: str) -> None:
+    model = Net()
+    setattr(model, name, np.random.default_rng(0))
+    drawn = []
+    for rank in ranks_of(model):
+        with rank:
+            drawn.append(getattr(model, name).random())
+    assert drawn[0] == drawn[1] == np.random.default_rng(0).random()
