@@ -104,7 +104,7 @@ _resting: dict[tuple[int, ...], MappedSlot] = {}  # each holds its file, so that
 
 
 def _key(fd: int, data_offset: int, capacity: int) -> tuple[int, ...]:
-    """What two mappings of one slot have in common."""
+    """Returns the number of a slot's file, and the place and size of its data: the same for all mappings of one slot."""
     file = os.fstat(fd)
     return file.st_dev, file.st_ino, data_offset, capacity
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -37,9 +38,9 @@ from gemini_ft.errors import ConfigError, LayoutMismatchError, StateError, Unsup
 from gemini_ft.state import codec
 from gemini_ft.state.logical_sums import carried_by, reduce_in_order
 from gemini_ft.state.loop import keepable
-from gemini_ft.state.modes import not_users
+from gemini_ft.state.modes import not_users, own_values
 from gemini_ft.state.rebuilding import modules_of
-from gemini_ft.state.remembered import MODULE_INTERNALS, Attributes
+from gemini_ft.state.remembered import Attributes
 from gemini_ft.state.rng import (
     GivenGenerator,
     branch_randomness,
@@ -116,13 +117,7 @@ class LogicalRanks:
         self._refuse(optimizers)
         modules = modules_of(models)
         self._attributes = Attributes(modules, not_users, caches=False)
-        own = {
-            f"{name}.{key}": value
-            for name, module in modules.items()
-            for key, value in vars(module).items()
-            if key not in MODULE_INTERNALS and not isinstance(value, nn.Module)
-        }
-        self._held = private_generators(**own)
+        self._held = private_generators(**own_values(modules))
         self._active: LogicalRank | None = None
         self._place: tuple[int, int] = (0, 0)
         self._means: list[int] = [0] * len(self._params)  # addresses of what `reduce` has made
@@ -263,15 +258,12 @@ class LogicalRanks:
                 )
 
     def hardware(self) -> dict[str, Any]:
-        """What the bits of a kernel may follow from."""
+        """Returns the properties of the device and of torch on which the bits of a kernel may depend."""
         device = self._params[0].device
         found: dict[str, Any] = {"torch": torch.__version__, "device": device.type, "matmul": torch.get_float32_matmul_precision()}
         if device.type != "cpu":
             return found | {"name": getattr(torch.get_device_module(device), "get_device_name", str)(device)}
-        processor = ""
-        with contextlib.suppress(OSError):
-            processor = next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
-        return found | {"cpu": [torch.backends.cpu.get_cpu_capability(), processor], "threads": torch.get_num_threads()}
+        return found | {"cpu": [torch.backends.cpu.get_cpu_capability(), _processor()], "threads": torch.get_num_threads()}
 
     def findings(self) -> Iterator[Finding]:
         """The logical ranks here, for the census."""
@@ -440,3 +432,11 @@ def _samplers_of(loader: Any) -> list[Any]:
     batches = getattr(loader, "batch_sampler", None)
     found = [getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None)]
     return list({id(sampler): sampler for sampler in found if sampler is not None}.values())
+
+
+@cache
+def _processor() -> str:
+    """The line of /proc/cpuinfo that names the processor; empty: there is none. Read once, as each snapshot has it."""
+    with contextlib.suppress(OSError):
+        return next((line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "")
+    return ""

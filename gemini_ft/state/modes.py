@@ -198,13 +198,17 @@ class Modes:
             self._seen = modules
 
     def _search(self, modules: Modules) -> dict[str, Any]:
-        inside = {
-            f"{name}.{key}": value
-            for name, module in modules.items()
-            for key, value in vars(module).items()
-            if key not in MODULE_INTERNALS and not isinstance(value, nn.Module)
-        }
-        return private_generators(**inside, **self._others)
+        return private_generators(**own_values(modules), **self._others)
+
+
+def own_values(modules: Modules) -> dict[str, Any]:
+    """The attributes that scripts give to modules, by the module's name and the attribute's."""
+    return {
+        f"{name}.{key}": value
+        for name, module in modules.items()
+        for key, value in vars(module).items()
+        if key not in MODULE_INTERNALS and not isinstance(value, nn.Module)
+    }
 
 
 def _trained(modules: Modules) -> dict[str, dict[str, bool]]:

@@ -487,7 +487,7 @@ def test_reasons_and_causes_are_few() -> None:
 
 @pytest.mark.parametrize("is_first", [False, True])
 def test_an_agent_that_is_replaced_in_an_attempt_counts_from_its_own_beginning(is_first: bool) -> None:
-    """What the one before had booked for the restore and the replay is told by the worker."""
+    """The worker tells it how much time the one before had booked for the restore and the replay."""
     booked = None if is_first else RunTime(seconds={Phase.TRAINING: 1e5}, incarnation=1, furthest=5)
     measures = Measures("a")
     past = PastTime(time=booked, waited=50.0, under_way=1000.0, restored=990.0, replayed=None if is_first else (940.0, 5))
