@@ -187,5 +187,6 @@ TRAINER_DATA = declare(
 BEHIND_STEP = declare(
     "what a DeepSpeed loop writes behind `engine.step()`",
     Fate.CAPTURED,
-    "tensors that are captured, from the second such step on; for all else call `engine.gemini.save()` (deepspeed.md)",
+    "tensors that are captured, from the second such step on, but for masters (deepspeed.md); "
+    "for all else call `engine.gemini.save()` (deepspeed.md)",
 )
