@@ -35,7 +35,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
-from gemini_ft.core.words import in_words
+from gemini_ft.core.words import in_words, named
 from gemini_ft.errors import FINAL, AgentTimeoutError, ConfigError, GeminiError, RunAliveError, StorageUnclearError
 from gemini_ft.hosts import began, host_id, lasting_names
 from gemini_ft.launch import grace
@@ -339,6 +339,12 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
     return kinds[0], re.sub(r"0x[0-9a-f]+|\d+", "#", text), about["place"], "" if about["step"] is None else str(about["step"])
 
 
+def _ended_well(context: Any, group: WorkerGroup) -> list[int]:
+    """The ranks of torch's process context whose workers have ended with status 0."""
+    handlers = context.subprocess_handlers
+    return [worker.global_rank for place, worker in enumerate(group.workers) if place in handlers and handlers[place].proc.poll() == 0]
+
+
 @contextmanager
 def final_endings(
     notes: Notes, run: str, drain: HostDrain, health: HostHealth, *, interval: float, join_seconds: float = math.inf
@@ -357,6 +363,7 @@ def final_endings(
         endings.follow(agent._pcontext)
         health.ranks = {worker.global_rank for worker in group.workers}
         grace.await_news(agent._pcontext, interval)
+        early = _ended_well(agent._pcontext, group)  # later ones may obey the signal by which torch's launcher ends the others
         if notes.have(DRAINED):
             await_workers(agent._pcontext)
         result: RunResult = original(agent, group)
@@ -365,6 +372,9 @@ def final_endings(
             drain.await_uploads()
             endings.status, endings.has_drained = LEFT, notes.have(DRAINED)
             raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
+        if result.is_failed() and early:
+            text = "%s ended with status 0 before others failed. If that was early, by sys.exit() for example, they have failed of it"
+            _log.warning(text, named([f"rank {rank}" for rank in early]))
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0
         elif result.is_failed() and endings.waits_since is not None:

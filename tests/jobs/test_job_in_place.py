@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,6 +232,19 @@ def test_a_worker_may_end_in_any_way_and_a_survivor_come_late(plain: Outcome, tm
     assert len({*kept}) == 2
     assert others == [*others[:4], *[others[4]] * 2, *[others[6]] * 2, *[others[8]] * 2]
     assert len({*others}) == 7, outcome.output
+
+
+@pytest.mark.parametrize("restart", ["in_place", "process"])
+def test_a_rank_that_ends_early_as_if_it_were_done_is_noticed_at_once(restart: str, plain: Outcome, tmp_path: Path) -> None:
+    """The others had waited for their snapshot's outcome for as long as `timeout`, as nothing of that rank could come any more."""
+    begin = time.monotonic()
+    outcome = job(tmp_path / "job", "0:1:4:finish", "1:0:8:finish", restart=restart)
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+    assert [len(rank.pids) for rank in outcome.ranks] == [3, 3]
+    for rank in (1, 0):
+        assert f"rank {rank} ended with status 0 before others failed" in outcome.output
+    assert time.monotonic() - begin < 50.0
 
 
 def test_a_survivor_that_is_stuck_is_replaced(tmp_path: Path) -> None:

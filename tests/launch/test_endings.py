@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -160,6 +161,27 @@ def test_workers_that_fail_while_their_host_is_drained_are_not_said_to_have_comm
         with pytest.raises(SignalException, match="this host is drained"):
             LocalElasticAgent._monitor_workers(agent, GROUP)
         assert (endings.status, endings.has_drained) == (LEFT, False)
+
+
+def test_ranks_that_have_ended_well_before_others_failed_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that ends with status 0 at the signal by which torch's launcher ends it, as a script may, is none of them."""
+    status: dict[int, int | None] = {0: 0, 1: None, 2: None}
+
+    def fail(agent: Any, group: Any) -> RunResult:
+        status[2] = 0
+        return RunResult(WorkerState.FAILED)
+
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", fail)
+    handlers = {place: SimpleNamespace(proc=SimpleNamespace(poll=partial(status.get, place))) for place in status}
+    agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers=handlers))
+    group: Any = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in (4, 5, 6)])
+    drain = HostDrain("no such run", 0.0, None)
+    with notes_of_workers() as notes, final_endings(notes, "no such run", drain, well(notes), interval=0.0):
+        LocalElasticAgent._monitor_workers(agent, group)
+    assert "rank 4 ended with status 0 before others failed" in caplog.text
+    assert "rank 6" not in caplog.text
 
 
 def test_of_a_failure_that_comes_again_one_traceback_is_shown(endings: Any, tmp_path: Path) -> None:
