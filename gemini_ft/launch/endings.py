@@ -240,6 +240,7 @@ class Endings:
         self.waits_since: float | None = None
         self._attempt: object = None  # torch's context of the workers that were looked at last
         self._waits = 0  # how often workers had said so before that attempt
+        self._ended = 0  # how many workers had ended well before it
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
         self._has_warned = False
@@ -249,9 +250,14 @@ class Endings:
     def follow(self, attempt: object) -> None:
         """Begins with another attempt, if it is one: mostly the one before has not failed here, but on another host."""
         if attempt is not self._attempt:
-            before, self._attempt, self._waits = self._waits, attempt, self._notes.count(WAITS)
+            before, self._attempt, self._waits, self._ended = self._waits, attempt, self._notes.count(WAITS), len(self._notes.ended)
             if self._waits == before:
                 self.waits_since = None
+
+    @property
+    def ended_well(self) -> list[str]:
+        """The ranks of this attempt whose scripts have ended with status 0; their processes may live a little longer."""
+        return self._notes.ended[self._ended :]
 
     def judge(self, failures: Iterable[ProcessFailure]) -> bool:
         """Workers have failed; whether that is final."""
@@ -339,12 +345,6 @@ def _place(data: Any) -> tuple[str, str, str, str] | None:
     return kinds[0], re.sub(r"0x[0-9a-f]+|\d+", "#", text), about["place"], "" if about["step"] is None else str(about["step"])
 
 
-def _ended_well(context: Any, group: WorkerGroup) -> list[int]:
-    """The ranks of torch's process context whose workers have ended with status 0."""
-    handlers = context.subprocess_handlers
-    return [worker.global_rank for place, worker in enumerate(group.workers) if place in handlers and handlers[place].proc.poll() == 0]
-
-
 @contextmanager
 def final_endings(
     notes: Notes, run: str, drain: HostDrain, health: HostHealth, *, interval: float, join_seconds: float = math.inf
@@ -363,7 +363,7 @@ def final_endings(
         endings.follow(agent._pcontext)
         health.ranks = {worker.global_rank for worker in group.workers}
         grace.await_news(agent._pcontext, interval)
-        early = _ended_well(agent._pcontext, group)  # later ones may obey the signal by which torch's launcher ends the others
+        early = endings.ended_well  # later ones may obey the signal by which torch's launcher ends the others
         if notes.have(DRAINED):
             await_workers(agent._pcontext)
         result: RunResult = original(agent, group)
@@ -373,8 +373,8 @@ def final_endings(
             endings.status, endings.has_drained = LEFT, notes.have(DRAINED)
             raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
         if result.is_failed() and early:
-            text = "%s ended with status 0 before others failed. If that was early, by sys.exit() for example, they have failed of it"
-            _log.warning(text, named([f"rank {rank}" for rank in early]))
+            text = "rank %s ended with status 0 before others failed. If that was early, by sys.exit() for example, they have failed of it"
+            _log.warning(text, named(early))
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0
         elif result.is_failed() and endings.waits_since is not None:

@@ -115,7 +115,8 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         if refused:
             notes.say(notes.REFUSED)
         if end.code or not hooks.at_end:
-            hooks.has_ended_well = not end.code
+            if not end.code:
+                _end_well()
             raise
     except (Exception, KeyboardInterrupt) as error:
         record(error)
@@ -130,9 +131,14 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         sys.last_exc = error  # type: ignore[attr-defined]  # from Python 3.12 on
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(status if isinstance(status, int) else 1)
-    hooks.has_ended_well = True
+    _end_well()
     if hooks.at_end:
         _leave(0)
+
+
+def _end_well() -> None:
+    hooks.has_ended_well = True
+    notes.say_ended()
 
 
 def _leave(status: int) -> None:

@@ -1,7 +1,8 @@
 """A worker's attempt inside `gemini_ft.run`: hears from the launcher that it is over, and knows what it has made.
 
-The main thread looks for the launcher's word wherever it is in this package's hands, at each step at least. It is interrupted nowhere else:
-an exception in the middle of other code could leave its objects half changed.
+The main thread looks for the launcher's word wherever it is in this package's hands: at each step and each collective, and while it waits
+for the processes of a DataLoader. It is interrupted nowhere else: an exception in the middle of other code could leave its objects half
+changed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -37,7 +36,7 @@ from gemini_ft.launch.endings import LEFT, Endings, HostDrain, final_endings
 from gemini_ft.launch.failures import refusal_behind
 from gemini_ft.launch.health import HealthOptions, HostHealth
 from gemini_ft.launch.launcher import in_short
-from gemini_ft.launch.notes import DRAINED, PROTECTED, WAITS, Notes, notes_of_workers, say
+from gemini_ft.launch.notes import DRAINED, PROTECTED, WAITS, Notes, notes_of_workers, say, say_ended
 from gemini_ft.wire.worker_messages import Status
 
 GROUP: Any = SimpleNamespace(workers=[])
@@ -167,21 +166,27 @@ def test_ranks_that_have_ended_well_before_others_failed_are_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One that ends with status 0 at the signal by which torch's launcher ends it, as a script may, is none of them."""
-    status: dict[int, int | None] = {0: 0, 1: None, 2: None}
+    states = iter([WorkerState.HEALTHY, WorkerState.HEALTHY, WorkerState.FAILED])
 
-    def fail(agent: Any, group: Any) -> RunResult:
-        status[2] = 0
-        return RunResult(WorkerState.FAILED)
+    def look(agent: Any, group: Any) -> RunResult:
+        state = next(states)
+        if state is WorkerState.FAILED:
+            end("6")
+        return RunResult(state)
 
-    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", fail)
-    handlers = {place: SimpleNamespace(proc=SimpleNamespace(poll=partial(status.get, place))) for place in status}
-    agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers=handlers))
-    group: Any = SimpleNamespace(workers=[SimpleNamespace(global_rank=rank) for rank in (4, 5, 6)])
+    def end(rank: str) -> None:
+        monkeypatch.setenv("RANK", rank)
+        say_ended()
+
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", look)
     drain = HostDrain("no such run", 0.0, None)
     with notes_of_workers() as notes, final_endings(notes, "no such run", drain, well(notes), interval=0.0):
-        LocalElasticAgent._monitor_workers(agent, group)
-    assert "rank 4 ended with status 0 before others failed" in caplog.text
-    assert "rank 6" not in caplog.text
+        for rank in ("4", "5"):
+            agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
+            LocalElasticAgent._monitor_workers(agent, GROUP)
+            end(rank)
+        LocalElasticAgent._monitor_workers(agent, GROUP)
+    assert "rank 5 ended with status 0 before others failed" in caplog.text
 
 
 def test_of_a_failure_that_comes_again_one_traceback_is_shown(endings: Any, tmp_path: Path) -> None:
