@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gemini_ft
 from gemini_ft.errors import FINAL
@@ -30,7 +31,7 @@ from gemini_ft.launch.failures import frames_of_script, raise_own, record, refus
 
 _COPY = "--copy="
 _PR_SET_PDEATHSIG = 1
-_STREAM = io.IOBase.__base__  # of which all streams are subclasses; that class itself looks at registrations, too
+_STREAM: Any = io.IOBase.__base__  # of which all streams are subclasses; that class itself looks at registrations, too
 _USAGE = 2  # status with which argparse, and all that is built on it, refuse what they are given
 
 
