@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -65,6 +66,8 @@ class OwnAttempt:
         self.is_sharded = False
         self.is_of_others = self.has_arrived = False
         self.refusal = ""
+        with torch.enable_grad():
+            self._oldest = torch.ones((), requires_grad=True) * 1  # of all graphs of this attempt
 
     def await_order(self) -> tuple[dict[str, str], list[int]]:
         """The next attempt's environment and standard streams, once the launcher has sent them.
@@ -128,6 +131,9 @@ class OwnAttempt:
         """The objects that should be gone, and are still referenced from elsewhere."""
         while self.changing:
             self.changing.pop()()
+        # A backward pass that an exception has ended leaves nodes, and with them parameters, in this thread's queue. Newer ones come first
+        # in it, and are dropped.
+        self._oldest.backward(retain_graph=True)
         gc.collect()
         self.held.append(object())  # has as many references as one that is gone
         references = [sys.getrefcount(each) for each in self.held]

@@ -84,9 +84,13 @@ def test_a_rank_that_computes_hears_of_the_end_at_its_next_collective(launcher: 
             layers[0].weight.register_hook(lambda gradient: gone.append(1))
             loss = model(torch.ones(2, 300)).sum()
             channel.send(launcher, {"over": True})
+            assert attempt.present is not None
+            attempt.watch(model.parameters())
             with pytest.raises(OverError):
                 loss.backward()
             assert not gone
+            del layers, model, loss
+            assert not (attempt.present.left_behind() and attempt.present.left_behind())
     finally:
         dist.destroy_process_group()
 
