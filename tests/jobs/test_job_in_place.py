@@ -382,6 +382,18 @@ def test_a_lost_host_costs_no_process_of_another(plain: Outcome, tmp_path: Path)
     assert "in_place_timeout" not in str(logs)
 
 
+def test_a_host_that_is_done_comes_back_when_another_one_fails_behind_the_training(plain: Outcome, tmp_path: Path) -> None:
+    """The one that had failed had waited for it until torch's launcher gave up, after 300 s, and ended with status 69, the other with 0."""
+    (tmp_path / "job").mkdir()
+    with EmulatedHosts(2, [SCRIPT, str(tmp_path / "job"), "gemini", "0:0:leaving:behind"], tmp_path) as hosts:
+        hosts.wait_for(lambda: not hosts.alive, timeout=250.0)
+        logs = [(tmp_path / f"{host}.log").read_text() for host in ("host0", "host1")]
+        assert [hosts.status(host) for host in ("host0", "host1")] == [0, 0], logs
+    ranks = read(tmp_path / "job")
+    assert [len(rank.pids) for rank in ranks] == [2, 2], logs
+    assert [(rank.steps, rank.end) for rank in ranks] == plain.bits
+
+
 @pytest.mark.soak
 def test_a_job_whose_only_copy_is_lost_says_so_and_ends(tmp_path: Path) -> None:
     """A host is lost before a replica of its shard is anywhere, and nothing is in storage."""
