@@ -278,6 +278,7 @@ class Stream:
             self.session.outbound.gate.forget(worker.rank)
             self._inbound.worker_lost(worker.rank)
             self.perform(self.context.host.worker_lost(worker.rank))
+            self.report(ReportFinished(rank=worker.rank, lost=True))
 
     async def examine(self, worker: WorkerConnection) -> None:
         """Returns when it is known why a worker hangs, or may not be waited for any longer."""

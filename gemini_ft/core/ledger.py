@@ -18,7 +18,8 @@ from gemini_ft.core.words import named
 from gemini_ft.errors import printable
 
 _MOST_ROUNDS = 32  # versions under way at a time; an owner has two or three slots, so that an honest job has far fewer
-_END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has finished has gone past them
+_END = Version(Incarnation(MOST + 1, ""), 0)  # after all versions: an owner that has ended has gone past them
+ENDED = "has ended without it"  # of a rank: why a version is aborted
 
 
 class Ledger:
@@ -166,7 +167,7 @@ class Ledger:
         return decisions + self._try_commit(report.version, current, now)
 
     def finish(self, owner: int) -> list[Decision]:
-        """Records that an owner has finished, and has no snapshot but those that it has completed; others may go on for a while."""
+        """Records that an owner has finished or is gone: what it has not completed it never will. Others may go on for a while."""
         folded = self._folded
         before = [] if folded.own_since is not None or folded.has_own(owner) else self._unfold()
         return [*before, *self._overtaken([owner], _END)]
@@ -427,7 +428,7 @@ class Ledger:
 
     def _abandon(self, version: Version, owner: int) -> list[Decision]:
         at = self._passed[owner]
-        return self._abort(version, f"rank {owner} has {'finished' if at == _END else f'gone on to {at}'} without it")
+        return self._abort(version, f"rank {owner} {ENDED if at == _END else f'has gone on to {at} without it'}")
 
     def _close(self, version: Version) -> None:
         self.committed, self.roots = version, {}

@@ -27,6 +27,7 @@ from tempfile import mkdtemp
 from types import FrameType
 from typing import Any
 
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api as torch_api
@@ -35,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
-from gemini_ft.core.words import in_words
+from gemini_ft.core.words import in_words, named
 from gemini_ft.errors import FINAL, AgentTimeoutError, ConfigError, GeminiError, RunAliveError, StorageUnclearError
 from gemini_ft.hosts import began, host_id, lasting_names
 from gemini_ft.launch import grace
@@ -58,6 +59,7 @@ _POLL = 0.1  # seconds
 _UNHEARD_SECONDS = 0.5  # for the agent to say which hosts it has lost: other launchers wait for this one
 _HANG_SECONDS = 0.5  # for the agent to say why workers were killed: a restart waits for it
 _OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
+_WELL = "gemini/well"  # key in the store of an attempt, and the number of a host whose workers have all ended well
 _REPORTS = "launch-"  # how the names of folders for reports begin
 _KEPT = 20  # folders for reports of jobs that have failed
 _log = logging.getLogger(__name__)
@@ -240,6 +242,9 @@ class Endings:
         self.waits_since: float | None = None
         self._attempt: object = None  # torch's context of the workers that were looked at last
         self._waits = 0  # how often workers had said so before that attempt
+        self._ended = 0  # how many workers had ended well before it
+        self.success: RunResult | None = None  # of that attempt, on this host
+        self._success_until = 0.0  # for how long the other hosts' is waited for
         self._before: set[tuple[str, str, str, str]] = set()
         self._since = time.monotonic()
         self._has_warned = False
@@ -249,9 +254,36 @@ class Endings:
     def follow(self, attempt: object) -> None:
         """Begins with another attempt, if it is one: mostly the one before has not failed here, but on another host."""
         if attempt is not self._attempt:
-            before, self._attempt, self._waits = self._waits, attempt, self._notes.count(WAITS)
+            before, self._attempt, self._waits, self._ended = self._waits, attempt, self._notes.count(WAITS), len(self._notes.ended)
+            self.success = None
             if self._waits == before:
                 self.waits_since = None
+
+    def shared_success(self, agent: LocalElasticAgent, group: WorkerGroup, result: RunResult) -> RunResult:
+        """The success of this host's workers, once all hosts have had it, or as long after it as torch's launcher waits for them.
+
+        Until then this host goes on without workers, and takes part in a restart: in the barrier of torch's launcher it would see none, and
+        the host that has failed would wait for it in vain.
+        """
+        if (size := group.group_world_size or 1) == 1:
+            return result
+        try:
+            if self.success is None:
+                self.success, self._success_until = result, time.monotonic() + agent._exit_barrier_timeout
+                agent._store.set(f"{_WELL}/{group.group_rank}", "")
+            if agent._store.check([f"{_WELL}/{number}" for number in range(size)]):
+                return result
+        except DistError:  # the store is lost, and with it perhaps its host
+            return result
+        if time.monotonic() < self._success_until:
+            return RunResult(WorkerState.HEALTHY)
+        agent._exit_barrier_timeout = 0.0  # it has been waited for here
+        return result
+
+    @property
+    def ended_well(self) -> list[str]:
+        """The ranks of this attempt whose scripts have ended with status 0; their processes may live a little longer."""
+        return self._notes.ended[self._ended :]
 
     def judge(self, failures: Iterable[ProcessFailure]) -> bool:
         """Workers have failed; whether that is final."""
@@ -357,14 +389,18 @@ def final_endings(
         endings.follow(agent._pcontext)
         health.ranks = {worker.global_rank for worker in group.workers}
         grace.await_news(agent._pcontext, interval)
+        early = endings.ended_well  # later ones may obey the signal by which torch's launcher ends the others
         if notes.have(DRAINED):
             await_workers(agent._pcontext)
-        result: RunResult = original(agent, group)
+        result: RunResult = endings.success or original(agent, group)
         # A script that takes the end of a drained rank for its own has not finished, either: as a success it would end the whole job.
         if (result.is_failed() and drain.begun) or (result.state in _OVER and notes.have(DRAINED)):
             drain.await_uploads()
             endings.status, endings.has_drained = LEFT, notes.have(DRAINED)
             raise SignalException("this host is drained", signal.SIGTERM)  # the one end after which the others' rendezvous goes on
+        if result.is_failed() and early:
+            text = "rank %s ended with status 0 before others failed. If that was early, by sys.exit() for example, they have failed of it"
+            _log.warning(text, named(early))
         if result.is_failed() and endings.judge(result.failures.values()):
             agent._remaining_restarts = 0
         elif result.is_failed() and endings.waits_since is not None:
@@ -373,7 +409,7 @@ def final_endings(
             health.suspect("as it kept the job waiting")
         elif result.state == WorkerState.HEALTHY:
             endings.look()
-        return result
+        return endings.shared_success(agent, group, result) if result.state == WorkerState.SUCCEEDED else result
 
     with replaced(LocalElasticAgent, _monitor_workers=monitor):
         yield endings

@@ -21,6 +21,7 @@ DRAINED = "drained"  # this worker has left after a step that is committed, beca
 SUSPECTED = "suspected"  # this worker was named as one with other results than it should have
 DRAINED_STATUS = 85  # ERESTART; with which a worker leaves then, and its launcher
 
+_ENDED = "ended="  # and the rank of a worker whose script has ended with status 0
 _TOTAL = "total="  # and the number of optimizer steps of the whole job
 _HOSTS = "hosts="  # and a stream, and the names of the hosts that took part when something of it was committed, all as in URLs
 _TOLD = "told="  # and the same, which the launcher has from others
@@ -38,6 +39,11 @@ def say(word: str) -> None:
 def say_total(steps: int) -> None:
     """Tells ``gemini run`` how many optimizer steps the whole job has; the last value counts."""
     say(f"{_TOTAL}{steps}")
+
+
+def say_ended() -> None:
+    """Tells ``gemini run`` that this worker's script has ended with status 0."""
+    say(f"{_ENDED}{os.environ.get('RANK', '')}")
 
 
 def say_committed(run: str, stream: str, hosts: Collection[str]) -> None:
@@ -103,6 +109,11 @@ class Notes:
         """Takes in what other launchers know of that; what workers here have said before is older."""
         with open(self.path, "a") as file:  # where workers write, too
             file.writelines(f"{_TOLD}{name},{about}\n" for name, about in kept.items())
+
+    @property
+    def ended(self) -> list[str]:
+        """The ranks of all workers whose scripts have ended with status 0, the latest last."""
+        return [word.removeprefix(_ENDED) for word in self._words() if word.startswith(_ENDED)]
 
     @property
     def total(self) -> int | None:

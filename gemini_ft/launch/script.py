@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import gemini_ft
 from gemini_ft.errors import FINAL
@@ -30,6 +31,7 @@ from gemini_ft.launch.failures import frames_of_script, raise_own, record, refus
 
 _COPY = "--copy="
 _PR_SET_PDEATHSIG = 1
+_STREAM: Any = io.IOBase.__base__  # of which all streams are subclasses; that class itself looks at registrations, too
 _USAGE = 2  # status with which argparse, and all that is built on it, refuse what they are given
 
 
@@ -114,7 +116,8 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         if refused:
             notes.say(notes.REFUSED)
         if end.code or not hooks.at_end:
-            hooks.has_ended_well = not end.code
+            if not end.code:
+                _end_well()
             raise
     except (Exception, KeyboardInterrupt) as error:
         record(error)
@@ -123,37 +126,42 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         if refusal_behind(error) is not None:
             status = FINAL
             notes.say(notes.REFUSED)  # ahead of the end, at which the other workers fail, too
-        if status == 1 or not isinstance(status, int):
-            raise
-        sys.last_value = error  # as Python leaves it for exit handlers
+        if isinstance(error, KeyboardInterrupt):
+            raise  # Python ends by the signal then
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__  # for exit handlers
+        sys.last_exc = error  # type: ignore[attr-defined]  # from Python 3.12 on
         sys.excepthook(type(error), error, error.__traceback__)
-        raise SystemExit(status) from None
-    hooks.has_ended_well = True
+        _leave(status if isinstance(status, int) else 1)
+    _end_well()
     if hooks.at_end:
-        _leave()
+        _leave(0)
 
 
-def _leave() -> None:
-    """Ends a finished process as Python does, but without taking the interpreter apart.
+def _end_well() -> None:
+    hooks.has_ended_well = True
+    notes.say_ended()
 
-    With DeepSpeed's process groups that ends in ``terminate called without an active exception`` now and then, and torch's
-    launcher takes it for a failure of the job.
+
+def _leave(status: int) -> None:
+    """Ends a process as Python does, but without taking the interpreter apart.
+
+    After an exception that takes half a second for torch and what is built on it, and the other ranks wait for it. With DeepSpeed's process
+    groups it ends in ``terminate called without an active exception`` now and then, and torch's launcher takes it for a failure of the job.
     """
     threading._shutdown()  # type: ignore[attr-defined]  # waits for the script's own threads
-    try:
-        for end in hooks.at_end:
-            end()
-    except Exception as error:
-        record(error)
-        raise
-    hooks.has_ended_well = True
+    if not status:
+        try:
+            for end in hooks.at_end:
+                end()
+        except Exception as error:
+            record(error)
+            raise
     atexit._run_exitfuncs()
-    status = 0
-    for stream in [item for item in gc.get_objects() if isinstance(item, io.IOBase) and not item.closed]:
+    for stream in [item for item in gc.get_objects() if issubclass(type(item), _STREAM) and not item.closed]:  # no proxy is asked
         try:
             stream.flush()
         except Exception:
-            status = 120 if stream is sys.stdout else status  # as Python itself ends then
+            status = 120 if stream is sys.stdout and not status else status  # as Python itself ends then
     os._exit(status)
 
 

@@ -164,9 +164,10 @@ class ReportUploaded(Message):
 
 
 class ReportFinished(Message):
-    """Reports that a rank has finished its work."""
+    """Reports that a rank has finished its work, or that it is lost: its process or its attempt has ended without a word."""
 
     rank: int
+    lost: bool = False
 
 
 class Heartbeat(Message):

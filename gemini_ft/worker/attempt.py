@@ -1,7 +1,8 @@
 """A worker's attempt inside `gemini_ft.run`: hears from the launcher that it is over, and knows what it has made.
 
-The main thread looks for the launcher's word wherever it is in this package's hands, at each step at least. It is interrupted nowhere else:
-an exception in the middle of other code could leave its objects half changed.
+The main thread looks for the launcher's word wherever it is in this package's hands: at each step and each collective, and while it waits
+for the processes of a DataLoader. It is interrupted nowhere else: an exception in the middle of other code could leave its objects half
+changed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -64,6 +66,8 @@ class OwnAttempt:
         self.is_sharded = False
         self.is_of_others = self.has_arrived = False
         self.refusal = ""
+        with torch.enable_grad():
+            self._oldest = torch.ones((), requires_grad=True) * 1  # of all graphs of this attempt
 
     def await_order(self) -> tuple[dict[str, str], list[int]]:
         """The next attempt's environment and standard streams, once the launcher has sent them.
@@ -127,6 +131,9 @@ class OwnAttempt:
         """The objects that should be gone, and are still referenced from elsewhere."""
         while self.changing:
             self.changing.pop()()
+        # A backward pass that an exception has ended leaves nodes, and with them parameters, in this thread's queue. Newer ones come first
+        # in it, and are dropped.
+        self._oldest.backward(retain_graph=True)
         gc.collect()
         self.held.append(object())  # has as many references as one that is gone
         references = [sys.getrefcount(each) for each in self.held]

@@ -31,6 +31,7 @@ from gemini_ft.core.traffic import Collective, Moment, ObservedStep, Profiler
 from gemini_ft.wire.control_page import ControlPage
 from gemini_ft.wire.private import open_log
 from gemini_ft.wire.worker_messages import Observed, ToAgent, Watch, Worked
+from gemini_ft.worker.attempt import leave_if_over
 
 _log = logging.getLogger("gemini_ft")
 _Seen = TypeVar("_Seen")
@@ -231,6 +232,7 @@ class CollectiveTraffic:
         name = operator.name().removeprefix("c10d::")
 
         def kernel(keys: Any, *arguments: Any) -> Any:
+            leave_if_over()  # a rank that computes hears of it at the next bucket of its gradients, and not after all of them
             flight = None if getattr(_private, "on", False) else self.observed(lambda: self.begin(name, arguments))
             try:
                 result = operator.redispatch(keys & _BELOW, *arguments)

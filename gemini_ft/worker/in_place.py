@@ -23,23 +23,25 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from gemini_ft import accelerator
 from gemini_ft.launch import notes, reserve
 from gemini_ft.launch.failures import raise_own, record, refusal_behind
 from gemini_ft.launch.in_place import BEGUN, FAILED, IN_PLACE, LEAVES, PARKED
-from gemini_ft.launch.replaced import take_rank
+from gemini_ft.launch.replaced import replaced, take_rank
 from gemini_ft.state.left_out import instances
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.torch_versions import forget_defaults, forget_meshes, number_groups_anew
 from gemini_ft.worker import attempt, rendezvous
 from gemini_ft.worker.abort import ConnectionAbort
-from gemini_ft.worker.attempt import OverError, OwnAttempt
+from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
 
 T = TypeVar("T")
 
 _log = logging.getLogger("gemini_ft")
+_GLANCE = 0.2  # seconds between looks for the launcher's word, while processes of a DataLoader make a batch
 _ENDING_SECONDS = 1.0  # for threads and processes of an attempt to end
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # of glibc's mallopt
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # with which launchers end workers
@@ -101,7 +103,8 @@ def run(train: Callable[[], T]) -> T:
         _log.warning("gemini_ft.run: after a failure this worker is started anew, as %s", why)
         return train()
     give_back = give_back_memory if keep_freed_memory() else lambda: None
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+    heeding = _heeding(_MultiProcessingDataLoaderIter._try_get_data)
+    with replaced(_MultiProcessingDataLoaderIter, _try_get_data=heeding), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         abort = ConnectionAbort(end)
         known = [*threading.enumerate(), *active_children(), *instances(_MultiProcessingDataLoaderIter), *_hooks_of_all()]
@@ -127,6 +130,21 @@ def run(train: Callable[[], T]) -> T:
         finally:
             attempt.present = None
             abort.close()  # processes of a DataLoader may have the descriptor, too
+
+
+def _heeding(fetch: Callable[..., tuple[bool, Any]]) -> Callable[..., tuple[bool, Any]]:
+    """A DataLoader's wait for its processes that an attempt's end ends."""
+
+    def try_get_data(iterator: Any, timeout: float = MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:
+        end = time.monotonic() + timeout
+        while True:
+            leave_if_over()
+            left = end - time.monotonic()
+            found = fetch(iterator, max(0.0, min(_GLANCE, left)))
+            if found[0] or left <= _GLANCE:
+                return found
+
+    return try_get_data
 
 
 def keep_freed_memory() -> bool:

@@ -52,6 +52,7 @@ from gemini_ft.wire.worker_messages import GetInventory
 
 INCARNATION = Incarnation(1, "a")
 HOLDERS = {0: ("a", "b"), 1: ("b", "a")}
+ALONE = "rank 1 has ended without it"
 NOBODY_IS_LEFT_OUT = Holders(epoch=0, excluded=frozenset(), newly=frozenset())
 
 
@@ -418,6 +419,28 @@ def test_all_are_told_when_every_rank_has_finished() -> None:
         leader.take(ReportFinished(rank=1))
         assert stream.heard == [AllFinished()]
         leader.close()
+
+    asyncio.run(work())
+
+
+def test_steps_of_some_ranks_after_the_end_of_another_are_given_up_and_named_once() -> None:
+    """A lost rank has not finished: the job does not end with the others, and its restart says what has happened."""
+
+    async def work() -> None:
+        first, second = Version(INCARNATION, 1), Version(INCARNATION, 2)
+        for lost in (False, True):
+            stream = Stream()
+            leader = new_leader(stream)
+            leader.take(ReportFinished(rank=1, lost=lost))
+            for version in (first, second):
+                leader.take(Completed(owner=0, host="a", version=version))
+            aborts = [message for message in stream.heard if isinstance(message, Abort)]
+            assert [(message.version, message.reason) for message in aborts] == [(first, ALONE), (second, ALONE)]
+            notices = [message.text for message in stream.heard if isinstance(message, Notice)]
+            assert [text.partition(".")[0] for text in notices] == ([] if lost else [f"iteration 1 has no snapshot: {ALONE}"])
+            leader.take(ReportFinished(rank=0))
+            assert (AllFinished() in stream.heard) == (not lost)
+            leader.close()
 
     asyncio.run(work())
 

@@ -183,7 +183,7 @@ def test_a_member_that_speaks_without_end_takes_no_memory_without_end(said: str)
 
 def test_whoever_has_finished_completes_nothing_more() -> None:
     """Section 7: "nobody waits for what cannot come". With uneven inputs other ranks make more steps; what is on its way is not undone."""
-    book, gone = ledger(), "rank 0 has finished without it"
+    book, gone = ledger(), "rank 0 has ended without it"
     assert report(book, version(1), (0, "a"), (0, "b"), (1, "b")) == []
     assert report(book, version(2), (1, "b")) == []
     assert book.finish(0) == [Abort(version(2), gone)]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,6 +234,19 @@ def test_a_worker_may_end_in_any_way_and_a_survivor_come_late(plain: Outcome, tm
     assert len({*others}) == 7, outcome.output
 
 
+@pytest.mark.parametrize("restart", ["in_place", "process"])
+def test_a_rank_that_ends_early_as_if_it_were_done_is_noticed_at_once(restart: str, plain: Outcome, tmp_path: Path) -> None:
+    """The others had waited for their snapshot's outcome for as long as `timeout`, as nothing of that rank could come any more."""
+    begin = time.monotonic()
+    outcome = job(tmp_path / "job", "0:1:4:finish", "1:0:8:finish", restart=restart)
+    assert outcome.status == 0, outcome.output
+    assert outcome.bits == plain.bits
+    assert [len(rank.pids) for rank in outcome.ranks] == [3, 3]
+    for rank in (1, 0):
+        assert f"rank {rank} ended with status 0 before others failed" in outcome.output
+    assert time.monotonic() - begin < 50.0
+
+
 def test_a_survivor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
     """And a rank that waits for it stays, unless it waits for one that is stopped while the group is made."""
     whole = job(tmp_path / "whole", keeper="nothing", restart="process", workers=3)
@@ -366,6 +380,18 @@ def test_a_lost_host_costs_no_process_of_another(plain: Outcome, tmp_path: Path)
     assert len(pids) == 7, logs  # two, one for the killed worker, and two for each lost host
     assert len(pids & {path.name.removeprefix("reserve-") for path in (tmp_path / "job").glob("reserve-*")}) == 2, logs
     assert "in_place_timeout" not in str(logs)
+
+
+def test_a_host_that_is_done_comes_back_when_another_one_fails_behind_the_training(plain: Outcome, tmp_path: Path) -> None:
+    """The one that had failed had waited for it until torch's launcher gave up, after 300 s, and ended with status 69, the other with 0."""
+    (tmp_path / "job").mkdir()
+    with EmulatedHosts(2, [SCRIPT, str(tmp_path / "job"), "gemini", "0:0:leaving:behind"], tmp_path) as hosts:
+        hosts.wait_for(lambda: not hosts.alive, timeout=250.0)
+        logs = [(tmp_path / f"{host}.log").read_text() for host in ("host0", "host1")]
+        assert [hosts.status(host) for host in ("host0", "host1")] == [0, 0], logs
+    ranks = read(tmp_path / "job")
+    assert [len(rank.pids) for rank in ranks] == [2, 2], logs
+    assert [(rank.steps, rank.end) for rank in ranks] == plain.bits
 
 
 @pytest.mark.soak

@@ -90,6 +90,8 @@ def reached(moment: object, model: Any = None) -> None:
                 raise KeyboardInterrupt
             case "leave":
                 sys.exit(3)
+            case "finish":
+                sys.exit(0)
             case "exit":
                 os._exit(7)
             case "abort":

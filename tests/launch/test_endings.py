@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError, HashStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -36,10 +39,10 @@ from gemini_ft.launch.endings import LEFT, Endings, HostDrain, final_endings
 from gemini_ft.launch.failures import refusal_behind
 from gemini_ft.launch.health import HealthOptions, HostHealth
 from gemini_ft.launch.launcher import in_short
-from gemini_ft.launch.notes import DRAINED, PROTECTED, WAITS, Notes, notes_of_workers, say
+from gemini_ft.launch.notes import DRAINED, PROTECTED, WAITS, Notes, notes_of_workers, say, say_ended
 from gemini_ft.wire.worker_messages import Status
 
-GROUP: Any = SimpleNamespace(workers=[])
+GROUP: Any = SimpleNamespace(workers=[], group_world_size=1)
 
 
 def well(notes: Notes) -> HostHealth:
@@ -160,6 +163,71 @@ def test_workers_that_fail_while_their_host_is_drained_are_not_said_to_have_comm
         with pytest.raises(SignalException, match="this host is drained"):
             LocalElasticAgent._monitor_workers(agent, GROUP)
         assert (endings.status, endings.has_drained) == (LEFT, False)
+
+
+@pytest.mark.parametrize("other", ["ends well, too", "fails", "says nothing", "had the store"])
+def test_a_host_whose_workers_have_ended_takes_part_in_a_restart_until_all_have(other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In torch's barrier at the end it had waited for 300 s, the host that had failed for this one, and then both had given up."""
+    store, looks, begin = HashStore(), [], time.monotonic()
+    group: Any = SimpleNamespace(workers=[], group_world_size=2, group_rank=0)
+    agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}), _store=store, _exit_barrier_timeout=0.3)
+
+    def look(agent: Any, group: Any) -> RunResult:
+        looks.append(agent._pcontext)
+        return RunResult(WorkerState.SUCCEEDED)
+
+    def state() -> WorkerState:
+        return LocalElasticAgent._monitor_workers(agent, group).state
+
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", look)
+    drain = HostDrain("no such run", 0.0, None)
+    with notes_of_workers() as notes, final_endings(notes, "no such run", drain, well(notes), interval=0.01):
+        if other == "had the store":
+            agent._store = Mock(set=Mock(side_effect=DistNetworkError))
+            assert state() is WorkerState.SUCCEEDED
+            return
+        assert [state(), state()] == [WorkerState.HEALTHY] * 2
+        assert len(looks) == 1
+        if other == "fails":  # and torch's launcher has begun another attempt here
+            agent._pcontext, agent._store = SimpleNamespace(subprocess_handlers={}), HashStore()
+            assert state() is WorkerState.HEALTHY
+            assert len(looks) == 2
+        elif other == "ends well, too":
+            store.set("gemini/well/1", "")
+            assert state() is WorkerState.SUCCEEDED
+            assert agent._exit_barrier_timeout == 0.3
+        else:
+            while state() is WorkerState.HEALTHY:
+                assert time.monotonic() - begin < 30.0
+            assert time.monotonic() - begin > 0.3
+            assert agent._exit_barrier_timeout == 0.0
+
+
+def test_ranks_that_have_ended_well_before_others_failed_are_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One that ends with status 0 at the signal by which torch's launcher ends it, as a script may, is none of them."""
+    states = iter([WorkerState.HEALTHY, WorkerState.HEALTHY, WorkerState.FAILED])
+
+    def look(agent: Any, group: Any) -> RunResult:
+        state = next(states)
+        if state is WorkerState.FAILED:
+            end("6")
+        return RunResult(state)
+
+    def end(rank: str) -> None:
+        monkeypatch.setenv("RANK", rank)
+        say_ended()
+
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", look)
+    drain = HostDrain("no such run", 0.0, None)
+    with notes_of_workers() as notes, final_endings(notes, "no such run", drain, well(notes), interval=0.0):
+        for rank in ("4", "5"):
+            agent: Any = SimpleNamespace(_pcontext=SimpleNamespace(subprocess_handlers={}))
+            LocalElasticAgent._monitor_workers(agent, GROUP)
+            end(rank)
+        LocalElasticAgent._monitor_workers(agent, GROUP)
+    assert "rank 5 ended with status 0 before others failed" in caplog.text
 
 
 def test_of_a_failure_that_comes_again_one_traceback_is_shown(endings: Any, tmp_path: Path) -> None:

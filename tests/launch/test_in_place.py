@@ -27,7 +27,8 @@ import torch.distributed as dist
 from agent_kit import eventually
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import gemini_ft
 from gemini_ft import accelerator
@@ -39,12 +40,14 @@ from gemini_ft.faults import inject
 from gemini_ft.hosts import began, is_readable
 from gemini_ft.launch.grace import Process, Workers, await_news
 from gemini_ft.launch.in_place import ARRIVED, BEGUN, FAILED, LEAVES, PARKED, Attempt, Survivors
+from gemini_ft.launch.replaced import replaced
 from gemini_ft.launch.worker_start import ForkServer, ForkServerError, StandBy, WarmStart, WorkerHandler, cold_workers
 from gemini_ft.state.copy_plan import MappedSlot
 from gemini_ft.wire import channel
 from gemini_ft.wire.worker_messages import Over
 from gemini_ft.worker import attempt, in_place
 from gemini_ft.worker.attempt import OverError, OwnAttempt, leave_if_over
+from gemini_ft.worker.collectives import observe
 
 
 @pytest.fixture
@@ -67,6 +70,52 @@ def test_an_attempt_ends_where_the_package_looks_for_the_launchers_word(launcher
     for _ in range(2):  # whatever the loop makes of the first one
         with pytest.raises(OverError):
             leave_if_over()
+
+
+def test_a_rank_that_computes_hears_of_the_end_at_its_next_collective(launcher: socket.socket) -> None:
+    """With the first gradients that are whole, and not after all of them: on processors a step may take seconds."""
+    gone: list[int] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with observe():
+            layers = [torch.nn.Linear(300, 300) for _ in range(4)]
+            model = DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1)
+            model(torch.ones(2, 300)).sum().backward()
+            layers[0].weight.register_hook(lambda gradient: gone.append(1))
+            loss = model(torch.ones(2, 300)).sum()
+            channel.send(launcher, {"over": True})
+            assert attempt.present is not None
+            attempt.watch(model.parameters())
+            with pytest.raises(OverError):
+                loss.backward()
+            assert not gone
+            del layers, model, loss
+            assert not (attempt.present.left_behind() and attempt.present.left_behind())
+    finally:
+        dist.destroy_process_group()
+
+
+class Slow(Dataset[int]):
+    """Its first sample takes longer than any test."""
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(60)
+        return index
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_rank_that_waits_for_its_data_hears_of_the_end_at_once(launcher: socket.socket) -> None:
+    """Torch looks after its processes every five seconds, and goes on waiting."""
+    iterator = iter(DataLoader(Slow(), num_workers=1))
+    threading.Timer(0.2, lambda: channel.send(launcher, {"over": True})).start()
+    begin = time.monotonic()
+    with replaced(type(iterator), _try_get_data=in_place._heeding(type(iterator)._try_get_data)), pytest.raises(OverError):
+        next(iterator)
+    assert time.monotonic() - begin < 2.0
+    for each in iterator._workers:
+        each.kill()
 
 
 def test_a_result_that_comes_after_the_launchers_word_is_none(launcher: socket.socket) -> None:

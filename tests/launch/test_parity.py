@@ -6,6 +6,8 @@ import functools
 import os
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -113,6 +115,31 @@ def test_endings(case: str, tmp_path: Path) -> None:
     assert len({"exitcode  : " in outcome.err and outcome.err.split("exitcode  : ")[1].split()[0] for outcome in outcomes.values()}) == 1
     for outcome in outcomes.values():
         assert len(outcome.err) < 5_020_000  # not twice
+
+
+FAILS = """
+import atexit, sys, threading, time
+class Last:
+    def __del__(self, sleep=time.sleep, seconds=float(sys.argv[1])):
+        sleep(seconds)
+file, last = open("kept", "w"), Last()
+file.write("kept")
+atexit.register(lambda: print("exit handler", sys.last_value, flush=True))
+threading.Thread(target=lambda: (time.sleep(0.3), print("thread", flush=True))).start()
+raise ValueError("the reason")
+"""
+
+
+def test_a_script_that_fails_ends_as_under_python_but_is_not_taken_apart(tmp_path: Path) -> None:
+    """The other ranks wait for its end, and modules of torch and Lightning take half a second."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    found = []
+    for program in (["fails.py", "0"], ["-c", "from gemini_ft.launch.script import run; run(['fails.py', '60'])"]):
+        begin = time.monotonic()
+        done = subprocess.run([sys.executable, *program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        found.append((done.returncode, done.stdout, done.stderr.splitlines()[-1], (tmp_path / "kept").read_text()))
+    assert found == [(1, "thread\nexit handler the reason\n", "ValueError: the reason", "kept")] * 2
+    assert time.monotonic() - begin < 30.0
 
 
 ODD = ["a b/ü'$x.py", "link.py", "-m module", "-m package", "-m cProfile -s calls script.py"]

@@ -73,7 +73,7 @@ KEPT = {
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
         [peer_messages.Claims, peer_messages.PeerMessage, worker_messages.ToAgent, worker_messages.ToWorker],
-        "eacbd5fd8100c45e",
+        "1d5cb9d6ca87285d",
     ),
 }
 

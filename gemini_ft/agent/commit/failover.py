@@ -79,7 +79,8 @@ class Failover:
     def _remember(self, message: PeerMessage) -> None:
         """Keeps what the next leader must hear as well: this one may be lost before it has reached all whom it concerns."""
         if isinstance(message, ReportFinished):
-            self._finished[message.rank] = message
+            if not message.lost or message.rank not in self._finished:
+                self._finished[message.rank] = message
         elif isinstance(message, AllFinished):  # the hosts of some ranks may have left by now
             self._finished = {rank: ReportFinished(rank=rank) for rank in self._holders}
         elif isinstance(message, DrainHost):

@@ -23,7 +23,7 @@ from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.uploads import UnclearUploadError
 from gemini_ft.core.decisions import Abort, Commit, Decision, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Skipped
-from gemini_ft.core.ledger import Ledger
+from gemini_ft.core.ledger import ENDED, Ledger
 from gemini_ft.core.stragglers import StragglerWatch
 from gemini_ft.core.traffic import Pace
 from gemini_ft.core.tree import Ways
@@ -99,6 +99,7 @@ class Leader:
         self._ports: set[MemberPort] = set()  # all that are connected, also those that have not greeted
         self._lost: dict[str, float] = {}  # host that cannot be reached -> when something was heard of it last, as far as is known
         self._finished: set[int] = set()
+        self._has_named_alone = False
         self._at_work = {rank for rank in book.holders if book.owns(host, rank)}  # ranks of this host that have not finished
         self._pace: Pace | None = None  # begins with the knowledge of the first to report: this leader may have been restarted
         self._paced: Paced | None = None  # the last change
@@ -181,8 +182,9 @@ class Leader:
                 return
             case wire.ReportNeed(host=of) | wire.Examined(host=of) | wire.ReportWork(host=of) | wire.ReportAccount(host=of) if of != host:
                 return
-            case wire.ReportFinished(rank=rank) if not self.book.owns(host, rank):  # the leader before this one may have told it
-                self._finish(rank)
+            case wire.ReportFinished(rank=rank, lost=lost) if not self.book.owns(host, rank):  # the leader before this one may have told it
+                if not lost:
+                    self._finish(rank)
             case _:
                 self.take(message, Audience({host}, port))
 
@@ -204,6 +206,7 @@ class Leader:
             self._newest = max(self._newest, message.version.iteration)
             is_late = not isinstance(message, Skipped | GatheredSkips) and message.version in self.book.aborted
             decisions = self.book.report(message, now)
+            self._name_alone(decisions)
             if is_late:  # all others have heard it: if every host were answered before all, that would be its square
                 self._repeat(decisions, member)
             else:
@@ -241,12 +244,22 @@ class Leader:
                 self.accounts[message.host], self._of_accounts = (now, message.document), others + length
         elif isinstance(message, wire.ReportFinished):
             self._apply(self.book.finish(message.rank))
+            if message.lost:
+                return
             if member is None and message.rank in self._at_work:  # other hosts remember their own ranks
                 self._at_work.discard(message.rank)
                 self._tell_others(message)  # the next leader, perhaps with this host's next agent, hears it from them
             self._finish(message.rank)
         else:
             raise PeerError(f"{kind_of(message)!r} is not a report")
+
+    def _name_alone(self, decisions: Sequence[Decision]) -> None:
+        """Says once that ranks make steps although another one has finished: none of these can be committed."""
+        for each in decisions if self._finished and not self._has_named_alone else ():
+            if isinstance(each, Abort) and each.reason.endswith(ENDED):
+                self._has_named_alone = True
+                text = f"iteration {each.version.iteration} has no snapshot: {each.reason}. No later one will have any, and a failure "
+                self.tell(Notice(text=f"{text}costs them all. Give all ranks the same number of steps to protect each"))
 
     def _finish(self, rank: int) -> None:
         """Counts a rank as finished. The job has finished when all ranks have, and those of this host have said so themselves."""
