@@ -84,7 +84,8 @@ def worker(folder: Path, megabytes: int) -> None:
             if number == checkpointer.accumulation and not start:
                 weights, moments = get_state_dict(model, optimizer)
                 save({"model": weights, "optim": moments}, checkpoint_id=folder / "files")
-            (folder / f"step.{world}.{rank}").touch()
+            if checkpointer.stats.committed > start:
+                (folder / f"committed.{world}.{rank}").touch()
             is_over = torch.tensor(float((folder / "end").exists()))
             dist.all_reduce(is_over)
             if is_over:
@@ -102,12 +103,12 @@ def trial(megabytes: int) -> dict[str, dict[str, float]]:
         with EmulatedHosts(4, program, folder, env=common.one_thread()) as hosts:
 
             def committed(world: int) -> bool:
-                return len([*folder.glob(f"step.{world}.*")]) == world
+                return len([*folder.glob(f"committed.{world}.*")]) == world
 
             hosts.wait_for(lambda: committed(4), 300)
             hosts.kill("host3")
             hosts.wait_for(lambda: committed(3), 300)
-            for done in folder.glob("step.4.*"):
+            for done in folder.glob("committed.4.*"):
                 done.unlink()
             hosts.add()
             hosts.wait_for(lambda: committed(4), 300)

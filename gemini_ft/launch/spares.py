@@ -166,6 +166,8 @@ class PatientJoin:
         if state.complete and ctx.node in state.wait_list and len(state.participants) >= ctx.settings.max_nodes:
             return _Action.REMOVE_FROM_WAIT_LIST  # it is not needed any more: torch's next decision makes it a spare
         action = self._join(ctx, deadline)
+        if action == _Action.ADD_TO_WAIT_LIST and not self._host.is_warm():
+            return _idle(ctx)  # the job would stop for it, and wait for its imports
         if action == _Action.FINISH:
             self._host.has_taken_part |= self._host.name in members_of(state)
             self._host.world, self._host.size = world_of(state), len(state.participants)
@@ -199,7 +201,10 @@ class PatientJoin:
         living = state.last_heartbeats.keys() - state.participants.keys() - state.redundancy_list - {ctx.node}
         missing = ctx.settings.max_nodes - len(state.participants) - len(_took_part(state, living))
         is_ready = not self._yields and self._host.is_warm()  # else others come first, if they are
-        return missing > 0 and waited >= self._host.patience * (1 if is_ready else _YIELDING)
+        patience = self._host.patience * (1 if is_ready else _YIELDING)
+        if ctx.settings.min_nodes < ctx.settings.max_nodes:  # the others begin without it when the last call is over
+            patience = min(patience, ctx.settings.timeout.last_call.total_seconds() / 2)
+        return missing > 0 and waited >= patience
 
 
 def world_of(state: Any) -> str | None:

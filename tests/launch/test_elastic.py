@@ -37,7 +37,7 @@ class Scene:
     """A host's view of a job of three hosts, on a clock of the test's own. By default it is a spare, and all is well."""
 
     def __init__(self) -> None:
-        self.now, self.least = 0.0, 3
+        self.now, self.least, self.timeout = 0.0, 3, RendezvousTimeout()
         self.state = _RendezvousState()
         self.state.complete, self.state.round = True, 1
         self.state.participants = dict(zip(HOSTS, range(3), strict=True))
@@ -50,8 +50,9 @@ class Scene:
 
     def action(self, node: _NodeDesc = SPARE) -> _Action:
         self.state.last_heartbeats[node] = datetime.now(UTC) - self.heard
-        timeout, interval = RendezvousTimeout(), timedelta(seconds=5)
-        settings = SimpleNamespace(run_id="r", min_nodes=self.least, max_nodes=3, keep_alive_interval=interval, timeout=timeout)
+        settings = SimpleNamespace(
+            run_id="r", min_nodes=self.least, max_nodes=3, keep_alive_interval=timedelta(seconds=5), timeout=self.timeout
+        )
         found: _Action = self.join(SimpleNamespace(node=node, state=self.state, settings=settings), 1e18)
         return found
 
@@ -199,6 +200,21 @@ def test_so_does_a_host_that_comes_while_the_job_restarts() -> None:
     scene.state.redundancy_list.clear()
     scene.open_round(HOSTS[1])
     assert scene.actions(3) == [_Action.SYNC] * 3 + [_Action.ADD_TO_PARTICIPANTS] * 3
+
+
+def test_a_host_that_a_job_grows_by_comes_before_the_last_call_is_over() -> None:
+    """The job has stopped for it, and would begin without it, and stop again, for ever. It also comes when its workers can begin."""
+    scene, is_warm = Scene(), [False]
+    scene.host.is_warm = lambda: is_warm[0]
+    scene.least, scene.timeout = 2, RendezvousTimeout(last_call=timedelta(seconds=1))
+    scene.state.redundancy_list.clear()
+    scene.made_by(*HOSTS[:2])
+    scene.state.participants = dict(zip(HOSTS[:2], range(2), strict=True))
+    assert set(scene.actions(9)) == {_Action.SYNC}
+    is_warm[0] = True
+    assert scene.action() is _Action.ADD_TO_WAIT_LIST
+    scene.open_round(*HOSTS[:2])
+    assert scene.actions(1) == [_Action.SYNC, _Action.ADD_TO_PARTICIPANTS]
 
 
 def test_its_patience_starts_anew_with_every_round() -> None:
