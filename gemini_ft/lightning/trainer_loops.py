@@ -180,7 +180,7 @@ def refuse_end(trainer: Any, resize: Resize) -> None:
 
 
 def refuse_batches(trainer: Any) -> None:
-    """Refuses, for ``elastic: batch``, what counts each rank's own batches, or steps at other times than after so many of them.
+    """Refuses, for ``elastic``, what counts each rank's own batches, or steps at other times than after so many of them.
 
     Raises ConfigError: there is something of the kind.
     """
@@ -200,7 +200,7 @@ def refuse_batches(trainer: Any) -> None:
     }
     if found := [name for name, is_there in why.items() if is_there]:
         raise ConfigError(
-            f"elastic='batch': each rank's number of batches changes with the number of ranks, which {', '.join(found)} cannot follow; "
+            f"elastic: each rank's number of batches changes with the number of ranks, which {', '.join(found)} cannot follow; "
             "leave that out, or elastic"
         )
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import gemini_ft
@@ -203,3 +206,105 @@ def draw_from(state: list[Any]) -> None:
     np.random.set_state(state[2])
     for device in state[3:]:
         torch.cuda.set_rng_state(device)
+
+
+class Stopped(Exception):
+    """The job has come as far as it was to come."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """One fit of Lightning's Trainer."""
+
+    ranks: int | None = COUNT  # logical ones; 0: no number is given; None: Lightning's own DDP
+    accumulation: int = 1
+    draws: bool = True  # samples and model
+    epochs: int = 3
+    trainer: dict[str, Any] = field(default_factory=dict)  # further options
+    strategy: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=lambda: {"shuffle": True})
+    data: Any = None
+    monitors: bool = False  # a scheduler of a figure
+    kind: str = "AdamW"
+
+
+class Even(Noisy):
+    """Samples without noise."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.linspace(-1, 1, 6) * (index + 1) / SAMPLES
+
+
+def fit(case: Fitting, until: int) -> dict[str, Any]:
+    """Trains until a step by the Trainer, with validations that draw; returns the bits of each step."""
+    import lightning as L
+
+    from gemini_ft.lightning import GeminiStrategy
+
+    found: dict[str, Any] = {"bits": {}, "numbers": []}
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net() if case.draws else nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.ReLU(), nn.Linear(17, 1))
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            found["numbers"].append(number)
+            return self.net(batch).square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if case.draws:
+                torch.rand(())  # the logical rank's
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            torch.rand(())  # the job's own
+
+        def validation_step(self, batch: torch.Tensor, number: int) -> None:
+            torch.rand(())
+
+        def on_train_batch_start(self, batch: Any, number: int) -> None:
+            found.setdefault("start", self.trainer.global_step)
+            found["bits"][self.trainer.global_step] = bits(self.net, self.optimizers().optimizer)
+            if self.trainer.global_step >= until:
+                assert strategy.checkpointer is not None
+                strategy.checkpointer.flush()
+                raise Stopped
+
+        def configure_optimizers(self) -> Any:
+            optimizer = getattr(torch.optim, case.kind)(self.parameters(), lr=3e-2)
+            if case.monitors:
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"}}
+            return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.95), "interval": "step"}]
+
+    L.seed_everything(5, verbose=False)
+    module, world = Module(), int(os.environ["WORLD_SIZE"])
+    options = {"elastic": "exact", "logical_ranks": case.ranks or None, "interval": 1}
+    strategy: Any = GeminiStrategy(process_group_backend="gloo", **options, **case.strategy) if case.ranks is not None else "ddp"
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulation,
+        gradient_clip_val=0.5,
+        deterministic=True,
+        **quiet,
+        **case.trainer,
+    )
+    data = case.data or (Noisy() if case.draws else Even())
+    with contextlib.suppress(Stopped):
+        trainer.fit(module, DataLoader(data, BATCH, **case.loader), DataLoader(Even(), BATCH))
+    found["bits"][trainer.global_step] = bits(module.net, trainer.optimizers[0])
+    return found
+
+
+def refusals(cases: dict[str, Fitting]) -> dict[str, str]:
+    """The texts that fits end with, by name."""
+    told = {}
+    for name, case in cases.items():
+        try:
+            fit(case, 2)
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told
