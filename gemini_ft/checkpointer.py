@@ -793,7 +793,7 @@ class Checkpointer:
             why = "a gradient pipeline, whose residuals belong to each rank"
         elif isinstance(self._bound, PlainState):
             why = self._bound.why_fixed(self._joined.session.world_size, has_local_steps=self._gradients is not None)
-        elif not self._resizable:
+        elif not (self._resizable or getattr(self._bound, "resizable", False)):
             why = f"the state of a {type(self._bound).__name__}, which as many ranks load"
         if why:
             raise ConfigError(

@@ -178,11 +178,15 @@ class Fit:
                 iterators.resumption.resize = None
                 if self._config.elastic and self._trainer.accumulate_grad_batches == self.checkpointer.accumulation:  # as carried over
                     self._trainer.accumulate_grad_batches = self._given_accumulation
+                    self.follow_accumulation()
                 self._make_loaders_as(training=None, validation=None)
                 trainer_checkpoints.withdraw_checkpoint(self._trainer)
                 return checkpoint
         log.info("resuming step %d of this run, which is newer than %s", self._iteration, path)
         return self.checkpoint
+
+    def follow_accumulation(self) -> None:
+        """Is called when the Trainer has another number of batches in a step; does nothing here."""
 
     def before_update(self) -> None:
         """Waits, as parameters and optimizer state are about to be written."""

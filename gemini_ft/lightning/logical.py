@@ -14,7 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError
 from gemini_ft.lightning import compat, trainer_loops
-from gemini_ft.lightning.around import Around
 from gemini_ft.loaders import resumable
 from gemini_ft.state.logical import LogicalRank, LogicalRanks
 from gemini_ft.state.remembered import OF_LOADERS, Attributes
@@ -49,12 +48,11 @@ class Turns:
         self._loss: Any = None  # of the batch under way, before it is divided
         self._resting: Any = None  # generators while a validation draws
         trainer.accumulate_grad_batches *= self.carried
-        self._ends = [Around(trainer.fit_loop.epoch_loop, "advance", self._advance).end]
+        self._end = trainer_loops.around_each_batch(trainer, self._advance)
 
     def end(self) -> None:
         """Follows the Trainer no longer."""
-        for end in self._ends:
-            end()
+        self._end()
         self._trainer.accumulate_grad_batches //= self.carried
 
     # -- data
@@ -94,7 +92,7 @@ class Turns:
             ) from None
         finally:
             self._drawn.close()
-        if self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+        if trainer_loops.is_last_batch(self._trainer):
             next(self.epoch(), None)  # ends it
 
     def begin(self) -> None:
@@ -177,7 +175,6 @@ class Turns:
             "LBFGS": any(type(optimizer).__name__ == "LBFGS" for optimizer in trainer.strategy.optimizers),
             "a communication hook": compat.ddp_hook(trainer.strategy) is not None,
             "gradient_pipeline": trainer.strategy.gemini_rules is not None,
-            "training_step(dataloader_iter)": type(trainer.fit_loop._data_fetcher).__name__ != "_PrefetchDataFetcher",
         }
         if found := [name for name, is_there in why.items() if is_there]:
             raise ConfigError(f"elastic='exact' under Lightning does not go with {', '.join(found)}; leave that out, or elastic {_OUT}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -150,7 +152,7 @@ WRONG = {
     "optimizer": (Fitting(kind="LBFGS"), "LBFGS"),
     "precision": (Fitting(trainer={"precision": "bf16-mixed"}), "precision 'bf16-mixed'"),
     "hook": (Fitting(strategy={"ddp_comm_hook": noting}), "a communication hook"),
-    "pipeline": (Fitting(strategy={"gradient_pipeline": [{"params": "*", "codec": "fp16"}]}), "gradient_pipeline"),
+    "pipeline": (Fitting(strategy={"gradient_pipeline": [{"params": "*", "compress": "bf16"}]}), "does not go with gradient_pipeline"),
     "batches": (Fitting(trainer={"limit_train_batches": 3}), "limit_train_batches cannot follow"),
     "stream": (Fitting(data=Endless(), loader={}), "is for a DataLoader of a map-style dataset"),
     "sampler": (Fitting(loader={"sampler": WeightedRandomSampler(torch.ones(48), 48)}), "with a DistributedSamplerWrapper"),
@@ -163,6 +165,42 @@ def test_fits_that_logical_ranks_cannot_carry_are_refused_by_name(tmp_path: Path
     with World(tmp_path, 1, **LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}) as ranks:
         [told] = ranks.outcome(refusals, {name: case for name, (case, _) in WRONG.items()})
     assert {name for name, (_, why) in WRONG.items() if why not in told.get(name, "")} == set(), told
+
+
+@pytest.mark.soak  # in short: the jobs above
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_fifty_changes_of_the_number_of_workers_with_the_same_bits(tmp_path: Path, seed: int) -> None:
+    """One to six workers of six logical ranks end well between two steps, or all at a worker's death in a step; those that go take their agents
+    along, and storage has what is lost with them.
+    """
+    draw, names, size = random.Random(seed), (f"host{number}" for number in itertools.count(3)), 3
+    storage = {"storage": {"url": f"file://{tmp_path / 'stored'}", "every_steps": 1}}
+    case = Case(seed=seed, count=6, epochs=70, options=storage)
+    [plain] = on_ranks(tmp_path, 1, oracle, case)
+    done, died, seen, sizes = 0, 0, set[int](), [3]
+    with World(tmp_path, 3, **LAUNCHED) as ranks:
+        for number in range(51):
+            until = done + draw.randrange(1, 5) if number < 50 else END
+            moment = draw.choice(["before_update", "in_copy", "end_of_step"])
+            fault = f"step={draw.randrange(done + 1, done + 5)}:rank={draw.randrange(size)}:moment={moment}:sigkill"
+            faults = {"GEMINI_FAULTS": fault} if 0 < number < 50 and draw.random() < 0.5 else {}
+            results = ranks.outcome(train, case, until + 2 * len(faults), **faults)
+            if any(isinstance(each, Exception) for each in results):
+                assert faults, results
+                died += 1
+            else:
+                seen |= with_bits_of_the_oracle(results, plain)
+                done = max(results[0]["bits"])
+            size = draw.choice([other for other in range(1, 7) if other != size])
+            sizes.append(size)
+            kept = draw.sample(ranks.hosts, min(size, len(ranks.hosts)))
+            for gone in {*ranks.hosts} - {*kept}:
+                end_agent(ranks.run, gone)
+            ranks.hosts = [*kept, *itertools.islice(names, size - len(kept))]
+    assert done == max(plain["bits"])
+    assert {number: found for each in results for number, found in each["ranks"].items()} == plain["ranks"]
+    print(f"{done} steps, {len(seen)} compared; {died} attempts died; workers {sizes}")
 
 
 def unlike(what: str) -> None:

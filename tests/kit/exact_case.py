@@ -28,7 +28,10 @@ class Case:
 
     seed: int = 0
     accumulation: int = 1
+    count: int = COUNT  # logical ranks
+    epochs: int = EPOCHS
     device: str = "cpu"
+    options: dict[str, Any] = field(default_factory=dict)
     pause: float = 0.0
 
 
@@ -74,8 +77,8 @@ def seeded(case: Case, number: int) -> None:
     np.random.seed(300 * case.seed + number)
 
 
-def loader_of(number: int) -> DataLoader[torch.Tensor]:
-    return DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), COUNT, number, seed=7))
+def loader_of(number: int, count: int = COUNT) -> DataLoader[torch.Tensor]:
+    return DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), count, number, seed=7))
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -93,14 +96,14 @@ def train(case: Case, until: int) -> dict[str, Any]:
     """Trains until a step by logical ranks; returns the bits of each step, and of each logical rank here at the end."""
     gemini_ft.init_process_group("gloo")
     model, optimizer, scheduler = made(case)
-    checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"scheduler": scheduler}, elastic="exact", interval=1)
-    ranks = checkpointer.logical_ranks(COUNT, lambda number: gemini_ft.resumable(loader_of(number)))
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"scheduler": scheduler}, elastic="exact", interval=1, **case.options)
+    ranks = checkpointer.logical_ranks(case.count, lambda number: gemini_ft.resumable(loader_of(number, case.count)))
     for rank in ranks:
         with rank:
             seeded(case, rank.number)
     start = step = checkpointer.resume()
     found: dict[int, str] = {start: bits(model, optimizer)}
-    for epoch in range(checkpointer.scalars.get("epoch", 0), EPOCHS):
+    for epoch in range(checkpointer.scalars.get("epoch", 0), case.epochs):
         for turns, turn in enumerate(ranks.batches(epoch), 1):
             for rank, batch in turn:
                 with rank:
@@ -138,8 +141,8 @@ def oracle(case: Case) -> dict[str, Any]:
     model, optimizer, scheduler = made(case)
     outside = drawn()
     states: list[list[Any]] = []
-    loaders: list[Any] = [loader_of(number) for number in range(COUNT)]
-    for number in range(COUNT):
+    loaders: list[Any] = [loader_of(number, case.count) for number in range(case.count)]
+    for number in range(case.count):
         seeded(case, number)
         states.append([drawn(), copy.deepcopy(dict(model.named_buffers())), copy.deepcopy(model.generator.bit_generator.state)])
     params, step, found = list(model.parameters()), 0, {0: bits(model, optimizer)}
@@ -154,17 +157,17 @@ def oracle(case: Case) -> dict[str, Any]:
     def leave(number: int) -> None:
         states[number] = [drawn(), copy.deepcopy(dict(model.named_buffers())), copy.deepcopy(model.generator.bit_generator.state)]
 
-    for epoch in range(EPOCHS):
+    for epoch in range(case.epochs):
         sources = []
         for number, loader in enumerate(loaders):
             enter(number)
             loader.sampler.set_epoch(epoch)
             sources.append(iter(loader))
             leave(number)
-        for turn in range(SAMPLES // BATCH // COUNT):
+        for turn in range(len(loaders[0])):
             if turn % case.accumulation == 0:
-                sums: list[list[torch.Tensor | None]] = [[None] * len(params) for _ in range(COUNT)]
-            for number in range(COUNT):
+                sums: list[list[torch.Tensor | None]] = [[None] * len(params) for _ in range(case.count)]
+            for number in range(case.count):
                 enter(number)
                 for param, grad in zip(params, sums[number], strict=True):
                     param.grad = grad
@@ -178,7 +181,7 @@ def oracle(case: Case) -> dict[str, Any]:
                 total = torch.zeros_like(param)
                 for grad in grads:
                     total += grad if grad is not None else 0
-                param.grad = total / COUNT if any(grad is not None for grad in grads) else None
+                param.grad = total / case.count if any(grad is not None for grad in grads) else None
             nn.utils.clip_grad_norm_(params, 0.5)
             optimizer.step()
             scheduler.step()
@@ -189,7 +192,7 @@ def oracle(case: Case) -> dict[str, Any]:
             found[step] = bits(model, optimizer)
     draw_from(outside)
     common, inner = float(torch.rand(())), {}
-    for number in range(COUNT):
+    for number in range(case.count):
         enter(number)
         inner[number] = of_rank(model)
     return {"bits": found, "ranks": inner, "common": common}
