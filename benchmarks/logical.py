@@ -1,4 +1,4 @@
-"""The price of `elastic: exact`: steps of logical ranks beside steps of DDP that accumulates as many micro-batches, in the same two workers.
+"""The price of `elastic: exact`: steps of logical ranks beside steps of DDP that accumulates as much, in the same two workers.
 
 Blocks of both take turns. See benchmarks/README.md.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -20,6 +21,7 @@ WORKERS, LAYERS, BATCH = 2, 8, 16
 
 def worker(folder: Path, megabytes: int, count: int, blocks: int) -> None:
     """One worker: the seconds of a step in each block, of DDP and of logical ranks."""
+    import numpy as np
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -29,6 +31,8 @@ def worker(folder: Path, megabytes: int, count: int, blocks: int) -> None:
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
+    random.seed(0)
+    np.random.seed(0)
     gemini_ft.init_process_group("gloo")
     width = int((megabytes * 1e6 / 4 / LAYERS) ** 0.5)
 
@@ -107,7 +111,7 @@ def main() -> None:
         header = ("gradients", "steps per second, DDP", "steps per second, exact", "seconds of a step, exact / DDP")
         body = (
             f"{WORKERS} workers over loopback, gloo, one thread each; {blocks} blocks of five steps of both in turn: medians, and the median "
-            f"of the ratios of neighbours. DDP accumulates as many micro-batches. Load average at the end: {os.getloadavg()[0]:.0f}."
+            f"of the ratios of neighbours. DDP accumulates. Load average at the end: {os.getloadavg()[0]:.0f}."
         )
         common.write_report(
             "logical", "The price of elastic: exact", f"{body}\n\n{common.table(header, rows)}", common.versions(("torch", "gemini-ft"))
