@@ -344,7 +344,7 @@ class Checkpointer:
         if self.config.elastic and not self.asks_for_accumulation:
             raise ConfigError(
                 "elastic='batch' is for plain loops, Fabric and Lightning's Trainer under DDP or FSDP2, and for DeepSpeed's engines with "
-                "ZeRO 1 to 3 in loops of their own; leave it out here (docs/elastic.md)"
+                "ZeRO 1 to 3 in loops of their own and under Lightning; leave it out here (docs/elastic.md)"
             )
         _log_to_stderr()
         if isinstance(self._bound, PlainState):

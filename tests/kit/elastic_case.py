@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import gemini_ft
 from gemini_ft.lightning import GeminiDeepSpeedStrategy, GeminiFabricStrategy, GeminiModelParallelStrategy, GeminiStrategy
@@ -95,9 +96,28 @@ def loader_of(case: Case, rank: int, world: int) -> DataLoader[Any]:
             return DataLoader(Stream(), BATCH)
         case "batched":
             return DataLoader(data, batch_sampler=[[index, index] for index in sampler])
+        case "weighted":
+            return DataLoader(data, BATCH, sampler=WeightedRandomSampler(torch.ones(SAMPLES), SAMPLES))
+        case "of some":
+            return DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(SAMPLES)))
+        case "stateful":
+            return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Kept(), BATCH, sampler=sampler)
+        case "prepared":
+            data_loader = pytest.importorskip("accelerate.data_loader")
+            return data_loader.prepare_data_loader(DataLoader(data, BATCH, shuffle=True), num_processes=world, process_index=rank)
         case "wrapped":
             return DataLoader(data, BATCH, sampler=DistributedSamplerWrapper(SubsetRandomSampler(range(SAMPLES)), world, rank))
     raise ValueError(case.kind)
+
+
+class Kept(Numbers):
+    """Samples with a state of their own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
 
 
 class Stream(torch.utils.data.IterableDataset[tuple[int, torch.Tensor]]):
