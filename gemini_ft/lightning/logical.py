@@ -41,7 +41,9 @@ class Turns:
             )
         self.count, self.carried = count, count // workers
         self.ranks: LogicalRanks | None = None
-        self._trainer, self._rank = trainer, None
+        self._trainer = trainer
+        self._rank: LogicalRank | None = None  # whose batch is under way
+        self._data: Any = None
         self._held, self._drawn = contextlib.ExitStack(), contextlib.ExitStack()
         self._epoch: Iterator[Any] | None = None  # its turns
         self.dealt: _Dealt | None = None
@@ -84,6 +86,7 @@ class Turns:
     # -- a batch
 
     def _advance(self, advance: Callable[[Any], None], fetcher: Any) -> None:
+        self._rank = None
         try:
             advance(fetcher)
         except StopIteration:
@@ -92,7 +95,7 @@ class Turns:
             ) from None
         finally:
             self._drawn.close()
-        if trainer_loops.is_last_batch(self._trainer):
+        if self._rank is not None and trainer_loops.is_last_batch(self._trainer):
             next(self.epoch(), None)  # ends it
 
     def begin(self) -> None:
@@ -108,14 +111,13 @@ class Turns:
 
     def enter(self, rank: LogicalRank) -> None:
         """Has a logical rank's generators in place until its batch is over, or the optimizer steps."""
-        assert self.ranks is not None
         self._rank = rank
-        self._drawn.enter_context(self.ranks.drawing(rank))
+        self._drawn.enter_context(rank.drawing())
 
     def forward(self, training_step: Callable[..., Any], batch: Any, *number: int) -> Any:
         """Computes a batch's loss as its logical rank; the number is that of the turn, the same on any number of workers."""
-        assert self.ranks is not None
-        self._held.enter_context(self.ranks.holding(self._rank))
+        assert self._rank is not None
+        self._held.enter_context(self._rank.holding())
         output = training_step(batch, *(each // self.carried for each in number))
         self._loss = output["loss"] if isinstance(output, Mapping) else output
         if self._loss is None:
@@ -137,6 +139,7 @@ class Turns:
 
     def stepped(self) -> None:
         """Goes back to the logical rank, whose batch is not over."""
+        assert self._rank is not None
         self.enter(self._rank)
 
     # -- beside the batches

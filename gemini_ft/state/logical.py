@@ -76,10 +76,18 @@ class LogicalRank:
 
     def __enter__(self) -> LogicalRank:
         with contextlib.ExitStack() as entered:
-            entered.enter_context(self._ranks.holding(self))
-            entered.enter_context(self._ranks.drawing(self))
+            entered.enter_context(self.holding())
+            entered.enter_context(self.drawing())
             self._entered = entered.pop_all()
         return self
+
+    def holding(self) -> contextlib.AbstractContextManager[None]:
+        """Puts its buffers and gradients in place meanwhile."""
+        return self._ranks._holding(self)
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Puts its generators in place meanwhile."""
+        return self._ranks._drawing(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._entered.__exit__(kind, error, trace)
@@ -125,7 +133,7 @@ class LogicalRanks:
         self._ranks = [LogicalRank(self, number) for number in carried_by(self._worker, self._workers, count)]
         for rank in self._ranks:
             rank._generators = self.generators()
-            with self.drawing(rank):
+            with self._drawing(rank):
                 branch_randomness(rank.number)
                 rank.loader = self._checked(loader_of(rank.number), rank.number) if loader_of is not None else None
             rank._buffers, rank._grads = self._copied(), [None] * len(self._params)
@@ -155,7 +163,7 @@ class LogicalRanks:
                     f"logical_ranks({self.count}) was given no loaders; give logical_ranks({self.count}, loader_of), or go through them by "
                     "`for rank in ranks`"
                 )
-            with self.drawing(rank):
+            with self._drawing(rank):
                 for sampler in _samplers_of(rank.loader):
                     getattr(sampler, "set_epoch", id)(epoch)  # some have none
                 sources.append(iter(rank.loader))
@@ -165,7 +173,7 @@ class LogicalRanks:
         while True:
             turn = []
             for rank, source in zip(self._ranks, sources, strict=True):
-                with self.drawing(rank), contextlib.suppress(StopIteration):
+                with self._drawing(rank), contextlib.suppress(StopIteration):
                     turn.append((rank, next(source)))
             if not turn:
                 return
@@ -212,7 +220,7 @@ class LogicalRanks:
         self._refuse_written()
         found = {}
         for rank in self._ranks:
-            with self.drawing(rank):
+            with self._drawing(rank):
                 loader = rank.loader.state_dict() if rank.loader is not None else None
             found[str(rank.number)] = {"generators": rank._generators, "buffers": rank._buffers, "loader": loader}
         return {"facts": self.facts(has_begun=True), "ranks": found}
@@ -232,7 +240,7 @@ class LogicalRanks:
                     "the snapshot's logical ranks and this job's do not both have loaders; give the same logical_ranks"
                 )
             if rank.loader is not None:
-                with self.drawing(rank):
+                with self._drawing(rank):
                     rank.loader.load_state_dict(state["loader"])
             rank._generators, rank._buffers = state["generators"], state["buffers"]
         for param in self._params:
@@ -277,8 +285,7 @@ class LogicalRanks:
     # -- inside
 
     @contextlib.contextmanager
-    def holding(self, rank: LogicalRank) -> Iterator[None]:
-        """Puts a logical rank's buffers and gradients in place meanwhile."""
+    def _holding(self, rank: LogicalRank) -> Iterator[None]:
         self._refuse_inside("with rank")
         self._refuse_written()
         self._refuse_strangers()
@@ -307,8 +314,7 @@ class LogicalRanks:
             raise UnsupportedStateError("elastic='exact' sums dense gradients, and these are sparse; give sparse=False to the embedding")
 
     @contextlib.contextmanager
-    def drawing(self, rank: LogicalRank) -> Iterator[None]:
-        """Puts only the generators of a logical rank in place meanwhile."""
+    def _drawing(self, rank: LogicalRank) -> Iterator[None]:
         outside = self.generators()
         self.set_generators(rank._generators)
         try:
