@@ -162,6 +162,7 @@ class Checkpointer:
         self._has_looked = False  # at how the loop steps
         self._logical: LogicalRanks | None = None
         self._logical_found: list[Any] = []  # of the resumed snapshot
+        self.makes_logical_ranks = False  # after `open`
         self._begun: dict[str, int] | None = None  # by loader, the iterations that had begun when loaders were looked at last
         self._scheduled: dict[str, int] = {}  # by scheduler, the steps that it had counted at the last step
         self._watch = LoopWatch()
@@ -191,8 +192,11 @@ class Checkpointer:
         Raises:
             ConfigError: something cannot be carried by logical ranks; named.
         """
-        if self.config.elastic != "exact" or self._recorder is not None or self._logical is not None:
+        is_late = self._recorder is not None and not self.makes_logical_ranks
+        if self.config.elastic != "exact" or is_late or self._logical is not None:
             raise ConfigError("logical_ranks() is for elastic='exact', and called once, before resume(); give that option")
+        if self.config.logical_ranks not in (None, count):
+            raise ConfigError(f"logical_ranks({count}), and the option says {self.config.logical_ranks}; give one number, in one place")
         if not isinstance(self._bound, PlainState) or self._replicated is False or self._gradients is not None or self._rebuild is not None:
             raise ConfigError("elastic='exact' is for plain models, without gradients=, rebuild= or replicated=False; leave these out")
         if self.config.verify == "replay":
@@ -209,6 +213,17 @@ class Checkpointer:
         }
         self.census.register("logical ranks", ranks.findings)
         return ranks
+
+    def compare_logical(self, *, has_begun: bool) -> None:
+        """Refuses workers whose logical ranks could not have the same bits. Collective."""
+        assert self._logical is not None
+        facts = self._logical.facts(has_begun=has_begun)
+        on_all_ranks(partial(self._logical.compare, facts, exchange(facts)))
+
+    def load_logical(self) -> None:
+        """Gives the logical ranks here their states of the resumed snapshot, after all else has been put back."""
+        assert self._logical is not None
+        self._logical.load(self._logical_found)
 
     def resume(self) -> int:
         """Joins the run and loads the newest state there is into everything given to the constructor; the last call before the loop.
@@ -227,8 +242,7 @@ class Checkpointer:
                 refuse_hooks(model, self._is_replicated)
         self._watch = LoopWatch(self._kept.values(), has_resumed=found is not None)
         if self._logical is not None:
-            facts = self._logical.facts(has_begun=found is not None)
-            on_all_ranks(partial(self._logical.compare, facts, exchange(facts)))
+            self.compare_logical(has_begun=found is not None)
         if found is None:
             if self._init_sync:
                 send_first(first_tensors(self._models, all(map(buffers_are_broadcast, self._wrapped.values()))), exchange)
@@ -251,7 +265,7 @@ class Checkpointer:
             self.scalars = {**found.extras["scalars"]}
             iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
             if self._logical is not None:
-                self._logical.load(self._logical_found)
+                self.load_logical()
         self._joined.prepare(self._state, found.extras, self._hyperparameters.saved())
         with self.putting_back():
             take_rng_state(found.extras["rng"], found.new_rank)
@@ -321,14 +335,16 @@ class Checkpointer:
             GeminiError: a rank could not join, or the state cannot be resumed; the same text on all ranks.
         """
         self.config.refuse_elastic(os.environ)
-        if self.config.elastic == "exact" and self._logical is None:
+        is_exact = self.config.elastic == "exact"
+        if is_exact and self._logical is None and not self.makes_logical_ranks:
             raise ConfigError(
-                "elastic='exact' is for plain loops with checkpointer.logical_ranks(); leave it out here (docs/elastic.md#bit-for-bit)"
+                "elastic='exact' is for plain loops with checkpointer.logical_ranks(), and for Lightning's Trainer with GeminiStrategy; "
+                "leave it out here (docs/elastic.md#bit-for-bit)"
             )
         if self.config.elastic and not self.asks_for_accumulation:
             raise ConfigError(
                 "elastic='batch' is for plain loops, Fabric and Lightning's Trainer under DDP or FSDP2, and for DeepSpeed's engines with "
-                "ZeRO 1 to 3 in loops of their own; leave it out here (docs/elastic.md)"
+                "ZeRO 1 to 3 in loops of their own and under Lightning; leave it out here (docs/elastic.md)"
             )
         _log_to_stderr()
         if isinstance(self._bound, PlainState):
@@ -360,12 +376,12 @@ class Checkpointer:
             extras = on_all_ranks(lambda: read_extras(session.sources, session.rank, session.world_size, session.secret, trust))
         with self.putting_back():
             own = extras[session.rank % plan.world_size]
-            if ("logical" in own["extras"]) != (self._logical is not None):
+            if ("logical" in own["extras"]) != is_exact:
                 raise StateError(
                     "the snapshot was made with logical ranks and this job has none, or the reverse; resume it with the same "
                     "logical_ranks() and elastic, or begin anew with another run_id"
                 )
-            if self._logical is not None:
+            if is_exact:
                 self._logical_found = [value["extras"]["logical"] for value in extras.values()]
             if self.config.elastic == "batch":
                 resize = Resize(then=plan.world_size, now=session.world_size, rank=session.rank)
@@ -777,7 +793,7 @@ class Checkpointer:
             why = "a gradient pipeline, whose residuals belong to each rank"
         elif isinstance(self._bound, PlainState):
             why = self._bound.why_fixed(self._joined.session.world_size, has_local_steps=self._gradients is not None)
-        elif not self._resizable:
+        elif not (self._resizable or getattr(self._bound, "resizable", False)):
             why = f"the state of a {type(self._bound).__name__}, which as many ranks load"
         if why:
             raise ConfigError(

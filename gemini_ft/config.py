@@ -214,7 +214,8 @@ class GeminiConfig(_Model):
     health: str | None = Field(None, min_length=1, description="Command, run by sh, that judges a host before `gemini run` joins with it, and when a rank of it was named as slow, as a hang's culprit, or as one with other results; where it fails, the host stays out of use (docs/launcher.md#hosts-that-are-not-well).")
     health_timeout: float = Field(60.0, gt=0, description="Seconds after which the health command has failed.")
     restart: Literal["process", "in_place"] = Field("process", description="After a failure, `gemini run` starts all workers anew (process), or keeps those inside `gemini_ft.run` that live, and has them begin anew in the same process (in_place).")
-    elastic: Literal["batch", "exact"] | None = Field(None, description="batch: another number of hosts goes on with the same global batch and with each sample of the epoch once, under DDP or FSDP2 with samples dealt out by a DistributedSampler; exact: bit for bit, in plain loops with logical ranks (docs/elastic.md); default: the job keeps its number of hosts.")
+    elastic: Literal["batch", "exact"] | None = Field(None, description="batch: another number of hosts goes on with the same global batch and with each sample of the epoch once, under DDP or FSDP2 with samples dealt out by a DistributedSampler; exact: bit for bit, by logical ranks, in plain loops and Lightning's Trainer with GeminiStrategy (docs/elastic.md); default: the job keeps its number of hosts.")
+    logical_ranks: int | None = Field(None, ge=1, description="Of a job with elastic=exact under Lightning's Trainer: how many logical ranks there are, at least as many as there will ever be workers (docs/elastic.md#with-lightning).")
     in_place_timeout: float = Field(10.0, gt=0, description="Seconds for a surviving worker to come back from the step that is given up; then it is killed, and another one started.")
     spare: Literal["cold", "warm"] = Field("cold", description="Workers of a host that waits as a spare begin when it is needed (cold), or run the script up to `gemini_ft.run` while it waits, hours before, where only imports and what neither writes, locks nor looks at the job's progress may stand (warm); that needs restart=in_place.")
     drain_signal: Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "none"] = Field("SIGUSR1", description="Signal at which `gemini run`, or a worker, finishes its step, commits it and ends with status 85, unless the script has its own use of it.")
@@ -245,6 +246,8 @@ class GeminiConfig(_Model):
             raise ValueError("spare='warm' with restart='process': only workers that begin anew in their process can wait; choose restart='in_place'")
         if self.elastic and self.restart == "in_place":
             raise ValueError(f"elastic={self.elastic!r} with restart='in_place': another number of ranks begins in new processes; leave restart out")
+        if self.logical_ranks and self.elastic != "exact":
+            raise ValueError(f"logical_ranks={self.logical_ranks} with elastic={self.elastic!r}: they are for elastic='exact'; give that, or leave them out")
         if self.chunk_bytes % 64:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 64, so that no element is cut")
         if self.encrypt and self.traffic.transport == "collective":

@@ -32,6 +32,27 @@ class EngineFit(Fit):
     the batches of an epoch, gradients wait for the next epoch, and the two counts differ.
     """
 
+    _first_accumulation = 0  # micro-batches of a step at the first start of the run
+
+    def open(self) -> None:
+        super().open()
+        if self._found is not None:
+            self._first_accumulation = self._found.get("first_accumulation", self._given_accumulation)  # snapshots in storage may be older
+
+    def follow_accumulation(self) -> None:
+        if self._found is None:
+            self._first_accumulation = self._given_accumulation
+        if self._config.elastic:
+            self._state.accumulate(self._trainer.accumulate_grad_batches)
+
+    def scaled(self, loss: Any) -> Any:
+        """The loss as at the first start: Lightning and the engine both divide it by the number of micro-batches, which has changed."""
+        now = self._trainer.accumulate_grad_batches
+        return loss if not self._config.elastic or now == self._first_accumulation else loss * (now / self._first_accumulation)
+
+    def _extras(self) -> dict[str, Any]:
+        return super()._extras() | {"first_accumulation": self._first_accumulation}
+
     def before_update(self) -> None:
         """Waits, as the engine is about to step; it updates parameters only where enough gradients have been accumulated."""
         if self._engine.is_gradient_accumulation_boundary():
@@ -51,7 +72,9 @@ class EngineFit(Fit):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
         never_stay(ONLY_ANEW)
         hooks.at_end[finish] = None
-        self.checkpointer.bind_state(EngineState(self._engine, modes=False))
+        self._state = EngineState(self._engine, modes=False)
+        self.follow_accumulation()
+        self.checkpointer.bind_state(self._state)
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
 
     @property
@@ -121,6 +144,10 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
             if self.gradients.lets_ranks_differ and engine.zero_optimization_stage():
                 _refuse_files(self._gemini_trainer)
         return engine, optimizer
+
+    def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        fit = self._gemini_fit
+        return super().backward(fit.scaled(closure_loss) if isinstance(fit, EngineFit) else closure_loss, *args, **kwargs)
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's state for a file; empty for a snapshot, as the engine's optimizer would copy its partitions."""

@@ -27,6 +27,7 @@ from gemini_ft.launch import notes
 from gemini_ft.lightning import trainer_callbacks, trainer_checkpoints, trainer_loops
 from gemini_ft.lightning.callbacks import findings, fingerprint, refuse_callbacks, save_config_again, watch
 from gemini_ft.lightning.capture import capture, checkpoint_of, complete, restore
+from gemini_ft.lightning.logical import Turns
 from gemini_ft.lightning.options import EpochHooks
 from gemini_ft.lightning.trainer_data import Loading
 from gemini_ft.lightning.trainer_loggers import Logs
@@ -56,6 +57,9 @@ class Fit:
 
     def __init__(self, trainer: Any, package: str, config: GeminiConfig, replicated: bool, epoch_hooks: EpochHooks) -> None:
         self.checkpointer = Checkpointer(config=config, name=attempt.next_name("fit"), hooks=False, replicated=replicated)
+        is_exact = config.elastic == "exact" and trainer.strategy._gemini_deals
+        self.checkpointer.makes_logical_ranks = is_exact
+        self.turns = Turns(trainer, config.logical_ranks) if is_exact else None
         self.checkpointer.accumulation, self.checkpointer.asks_for_accumulation = trainer.accumulate_grad_batches, True
         self._given_accumulation: int = trainer.accumulate_grad_batches  # before a snapshot's is carried over
         # The module's state dict while Lightning makes a checkpoint for a snapshot; empty if no hook would see it.
@@ -114,7 +118,9 @@ class Fit:
         with self.checkpointer.putting_back():
             if self._config.elastic:
                 self._given_accumulation = self._trainer.accumulate_grad_batches
-                carried = trainer_loops.carry_over(self._trainer, found.extras, iterators.resumption.resize)
+                strategy = self._trainer.strategy
+                resize = Resize(then=found.world_size, now=strategy.world_size, rank=strategy.global_rank)
+                carried = trainer_loops.carry_over(self._trainer, found.extras, resize if resize.then != resize.now else None)
                 self.checkpointer.accumulation = carried
             self._make_loaders_as(training=found.extras.get("training_data"), validation=found.extras.get("validation_data"))
             trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
@@ -172,11 +178,15 @@ class Fit:
                 iterators.resumption.resize = None
                 if self._config.elastic and self._trainer.accumulate_grad_batches == self.checkpointer.accumulation:  # as carried over
                     self._trainer.accumulate_grad_batches = self._given_accumulation
+                    self.follow_accumulation()
                 self._make_loaders_as(training=None, validation=None)
                 trainer_checkpoints.withdraw_checkpoint(self._trainer)
                 return checkpoint
         log.info("resuming step %d of this run, which is newer than %s", self._iteration, path)
         return self.checkpoint
+
+    def follow_accumulation(self) -> None:
+        """Is called when the Trainer has another number of batches in a step; does nothing here."""
 
     def before_update(self) -> None:
         """Waits, as parameters and optimizer state are about to be written."""
@@ -186,15 +196,21 @@ class Fit:
         """Pauses for validation: steps stay out for a while, and callbacks may exchange the weights meanwhile."""
         self.checkpointer.wait_before_update()
         self._pauses.enter_context(self.checkpointer.paused())
+        if self.turns is not None:
+            self.turns.rest()
 
     def go_on(self) -> None:
         """Goes on after validation."""
         self._pauses.close()
+        if self.turns is not None:
+            self.turns.go_on()
 
     def close(self, finished: bool = False, interrupted: bool = False) -> None:
         """Ends the fit. After a failure the agents keep what they hold."""
         for end in self._hooks:
             end()
+        if self.turns is not None:
+            self.turns.end()
         self._logs.close()
         self._pauses.close()
         self.checkpointer.close(finished=finished, interrupted=interrupted)
@@ -262,14 +278,20 @@ class Fit:
                 for param, gradient in self._waiting.items():
                     param.grad = gradient
                 self._waiting = {}
+                if self.turns is not None:
+                    self._make_logical_ranks(has_begun=True)
                 if self._ddp is not None:
                     restore_sync(self._ddp, found["ddp"])
                 self._restore_modes(found["modes"], but=[item for mark in loaders if mark is not None for item in mark.own_objects])
                 self._resize = None
+                if self.turns is not None:
+                    self.checkpointer.load_logical()
                 of_data, self._to_be_drawn = split(found.get("lost", []))  # snapshots in storage may be older
                 self._refuse_lost(of_data)
         elif self._last_step is None:
             self._begin_files(None)
+            if self.turns is not None:
+                self._make_logical_ranks(has_begun=False)
         else:
             self._refuse_lost(self._to_be_drawn, only_there=True)
             self._to_be_drawn = {}
@@ -292,8 +314,15 @@ class Fit:
         else:
             self.checkpointer.alive(step)
 
+    def _make_logical_ranks(self, *, has_begun: bool) -> None:
+        turns = self.turns
+        assert turns is not None
+        assert turns.dealt is not None
+        turns.ranks = self.checkpointer.logical_ranks(turns.count, turns.dealt.of)
+        self.checkpointer.compare_logical(has_begun=has_begun)
+
     def _refuse_batches(self) -> None:
-        """Refuses, for ``elastic: batch``, what another number of ranks could not follow: at the first batch, and of each later epoch."""
+        """Refuses, for ``elastic``, what another number of ranks could not follow: at the first batch, and of each later epoch."""
         given = self._trainer.accumulate_grad_batches
         if self._last_step is None:
             self.checkpointer.accumulation = given
@@ -305,6 +334,9 @@ class Fit:
         if self._last_step is None or self._looked_at != trainer_loops.epoch(self._trainer):
             self._looked_at = trainer_loops.epoch(self._trainer)
             trainer_loops.refuse_batches(self._trainer)
+            if self.turns is not None:
+                self.turns.refuse()
+                return
             self.checkpointer.refuse_data({f"loader {at}": one for at, one in enumerate(trainer_loops.training_loaders(self._trainer))})
 
     def _name_uncounted(self, made: float) -> None:
@@ -348,7 +380,7 @@ class Fit:
                 "validation_data": self._validation_data.made,
                 "loggers": self._logs.state(),
                 "files": self.files.state(),
-            }
+            } | ({"logical": self.turns.state_dict()} if self.turns is not None else {})
             return capture(self._trainer, self.live) | ours
         finally:
             self.live = None

@@ -13,6 +13,7 @@ from gemini_ft.lightning import compat, trainer_callbacks, trainer_checkpoints, 
 from gemini_ft.lightning.base import Gemini, heeding_signals, join_group
 from gemini_ft.lightning.fit import Fit
 from gemini_ft.lightning.gradients import FiguresLog, synchronizer_of
+from gemini_ft.lightning.logical import Turns
 from gemini_ft.loaders.loader import make_resumable
 from gemini_ft.state.ddp import first_tensors, send_first
 from gemini_ft.worker.rendezvous import exchange
@@ -35,6 +36,7 @@ class GeminiMixin(Gemini, _Strategy):
     """A mixin over a strategy of Lightning that handles the Trainer's training."""
 
     _gemini_replicated: ClassVar[bool] = True
+    _gemini_deals: ClassVar[bool] = False  # logical ranks can take the place of what wraps the model
     _gemini_fit_kind: ClassVar[type[Fit]] = Fit
     _gemini_fit: Fit | None = None
     _gemini_figures: FiguresLog | None = None
@@ -209,6 +211,7 @@ class GeminiMixin(Gemini, _Strategy):
 class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
     """A mixin over DDPStrategy. A gradient pipeline is DDP's communication hook; a user's hook gets all that no rule matches."""
 
+    _gemini_deals = True
     _gemini_unsent = False  # whether the model was wrapped without sending rank 0's weights to all ranks
 
     def _setup_model(self, model: Any) -> Any:
@@ -217,6 +220,8 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
         A new DDP sends rank 0's weights and buffers to all ranks. Here they are about to be replaced by those of the snapshot, each of
         which is read and compared with the committed root on every rank.
         """
+        if self._gemini_turns is not None:
+            return model  # its logical ranks' gradients are reduced in their order
         self._gemini_unsent = self._is_resuming
         if not self._is_resuming:
             return super()._setup_model(model)
@@ -231,14 +236,41 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
         self._gemini_unsent = False
         return checkpoint
 
+    @property
+    def _gemini_turns(self) -> Turns | None:
+        return self._gemini_fit.turns if self._gemini_fit is not None else None
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        turns, inner = self._gemini_turns, super().training_step
+        return inner(*args, **kwargs) if turns is None else turns.forward(inner, *args, **kwargs)
+
+    def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
+        turns, inner = self._gemini_turns, super().backward
+        return inner(closure_loss, *args, **kwargs) if turns is None else turns.backward(inner, *args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if self._gemini_turns is not None:
+            self._gemini_turns.stepped()
+        return result
+
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._gemini_turns is None or not self._gemini_fit.training_data.asks:
+            return super().process_dataloader(dataloader)
+        return self._gemini_turns.deal(dataloader)
+
     def _register_ddp_hooks(self) -> None:
+        if self._gemini_turns is not None:
+            return
         if self.gemini_rules is None:
             super()._register_ddp_hooks()
         else:  # on CPUs too, where Lightning leaves hooks out
             self.gradients = synchronizer_of(self.model, self.gemini_rules, self.precision_plugin, compat.ddp_hook(self))
 
     def _gemini_backward_over(self) -> None:
-        if self.gemini_rules is not None:
+        if self._gemini_turns is not None:
+            self._gemini_turns.reduce()
+        elif self.gemini_rules is not None:
             self.gradients.backward_over()
 
     def on_exception(self, exception: BaseException) -> None:

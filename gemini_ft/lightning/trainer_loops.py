@@ -25,7 +25,17 @@ def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], No
         hook()
         advance(data_fetcher)
 
-    return Around(trainer.fit_loop.epoch_loop, "advance", hooked).end
+    return around_each_batch(trainer, hooked)
+
+
+def around_each_batch(trainer: Any, function: Callable[[Callable[[Any], None], Any], None]) -> Callable[[], None]:
+    """Calls ``function`` in place of what fetches and trains a batch, which it is given; returns a function that ends that."""
+    return Around(trainer.fit_loop.epoch_loop, "advance", function).end
+
+
+def is_last_batch(trainer: Any) -> bool:
+    """Whether the batch that was fetched last is the epoch's last one."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
 
 
 def before_positions(trainer: Any, hook: Callable[[], None]) -> None:
@@ -180,7 +190,7 @@ def refuse_end(trainer: Any, resize: Resize) -> None:
 
 
 def refuse_batches(trainer: Any) -> None:
-    """Refuses, for ``elastic: batch``, what counts each rank's own batches, or steps at other times than after so many of them.
+    """Refuses, for ``elastic``, what counts each rank's own batches, or steps at other times than after so many of them.
 
     Raises ConfigError: there is something of the kind.
     """
@@ -197,10 +207,11 @@ def refuse_batches(trainer: Any) -> None:
         "reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs != 0,
         "GradientAccumulationScheduler": "GradientAccumulationScheduler" in callbacks,
         "StochasticWeightAveraging": "StochasticWeightAveraging" in callbacks,
+        "training_step(dataloader_iter)": type(trainer.fit_loop._data_fetcher).__name__ != "_PrefetchDataFetcher",
     }
     if found := [name for name, is_there in why.items() if is_there]:
         raise ConfigError(
-            f"elastic='batch': each rank's number of batches changes with the number of ranks, which {', '.join(found)} cannot follow; "
+            f"elastic: each rank's number of batches changes with the number of ranks, which {', '.join(found)} cannot follow; "
             "leave that out, or elastic"
         )
 

@@ -75,10 +75,19 @@ class LogicalRank:
         self._grads: list[torch.Tensor | None] = []
 
     def __enter__(self) -> LogicalRank:
-        entered = self._ranks._inside(self)
-        entered.__enter__()
-        self._entered = entered
+        with contextlib.ExitStack() as entered:
+            entered.enter_context(self.holding())
+            entered.enter_context(self.drawing())
+            self._entered = entered.pop_all()
         return self
+
+    def holding(self) -> contextlib.AbstractContextManager[None]:
+        """Puts its buffers and gradients in place meanwhile."""
+        return self._ranks._holding(self)
+
+    def drawing(self) -> contextlib.AbstractContextManager[None]:
+        """Puts its generators in place meanwhile."""
+        return self._ranks._drawing(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._entered.__exit__(kind, error, trace)
@@ -123,8 +132,8 @@ class LogicalRanks:
         self._means: list[int] = [0] * len(self._params)  # addresses of what `reduce` has made
         self._ranks = [LogicalRank(self, number) for number in carried_by(self._worker, self._workers, count)]
         for rank in self._ranks:
-            rank._generators = self._take_generators()
-            with self._generators_of(rank):
+            rank._generators = self.generators()
+            with self._drawing(rank):
                 branch_randomness(rank.number)
                 rank.loader = self._checked(loader_of(rank.number), rank.number) if loader_of is not None else None
             rank._buffers, rank._grads = self._copied(), [None] * len(self._params)
@@ -145,7 +154,7 @@ class LogicalRanks:
         """An epoch's batches from the position on: in each turn one for each logical rank that this worker carries.
 
         Raises:
-            StateError: some of them have no more batches, and others have.
+            StateError: some of them have no more batches, and others have; while they are taken.
         """
         sources = []
         for rank in self._ranks:
@@ -154,15 +163,17 @@ class LogicalRanks:
                     f"logical_ranks({self.count}) was given no loaders; give logical_ranks({self.count}, loader_of), or go through them by "
                     "`for rank in ranks`"
                 )
-            with self._generators_of(rank):
+            with self._drawing(rank):
                 for sampler in _samplers_of(rank.loader):
                     getattr(sampler, "set_epoch", id)(epoch)  # some have none
                 sources.append(iter(rank.loader))
-        turns = self._ranks[0].loader.batches_done
+        return self._turns(epoch, sources, self._ranks[0].loader.batches_done)
+
+    def _turns(self, epoch: int, sources: Sequence[Iterator[Any]], turns: int) -> Iterator[list[tuple[LogicalRank, Any]]]:
         while True:
             turn = []
             for rank, source in zip(self._ranks, sources, strict=True):
-                with self._generators_of(rank), contextlib.suppress(StopIteration):
+                with self._drawing(rank), contextlib.suppress(StopIteration):
                     turn.append((rank, next(source)))
             if not turn:
                 return
@@ -185,7 +196,7 @@ class LogicalRanks:
             raise StateError(
                 "elastic='exact': the models have other parameters than when logical_ranks() was called; change them before that"
             )
-        outside = self._take_generators()
+        outside = self.generators()
         if (devices := outside["process"].get("accelerator")) is not None:  # the other ones of the host are other workers'
             outside["process"] = outside["process"] | {"accelerator": devices["states"][devices["current"]]}
         common = {"the position in the data": self._place, "random generators outside of logical ranks": outside}
@@ -209,7 +220,7 @@ class LogicalRanks:
         self._refuse_written()
         found = {}
         for rank in self._ranks:
-            with self._generators_of(rank):
+            with self._drawing(rank):
                 loader = rank.loader.state_dict() if rank.loader is not None else None
             found[str(rank.number)] = {"generators": rank._generators, "buffers": rank._buffers, "loader": loader}
         return {"facts": self.facts(has_begun=True), "ranks": found}
@@ -229,7 +240,7 @@ class LogicalRanks:
                     "the snapshot's logical ranks and this job's do not both have loaders; give the same logical_ranks"
                 )
             if rank.loader is not None:
-                with self._generators_of(rank):
+                with self._drawing(rank):
                     rank.loader.load_state_dict(state["loader"])
             rank._generators, rank._buffers = state["generators"], state["buffers"]
         for param in self._params:
@@ -274,8 +285,7 @@ class LogicalRanks:
     # -- inside
 
     @contextlib.contextmanager
-    def _inside(self, rank: LogicalRank) -> Iterator[None]:
-        """Puts all that a logical rank has in place meanwhile."""
+    def _holding(self, rank: LogicalRank) -> Iterator[None]:
         self._refuse_inside("with rank")
         self._refuse_written()
         self._refuse_strangers()
@@ -286,8 +296,7 @@ class LogicalRanks:
         self._means = [0] * len(self._params)
         self._active = rank
         try:
-            with self._generators_of(rank):
-                yield
+            yield
         finally:
             rank._grads, rank._buffers = [param.grad for param in self._params], self._copied()
             for param in self._params:
@@ -305,21 +314,22 @@ class LogicalRanks:
             raise UnsupportedStateError("elastic='exact' sums dense gradients, and these are sparse; give sparse=False to the embedding")
 
     @contextlib.contextmanager
-    def _generators_of(self, rank: LogicalRank) -> Iterator[None]:
-        """Puts only the generators of a logical rank in place meanwhile."""
-        outside = self._take_generators()
-        self._put_generators(rank._generators)
+    def _drawing(self, rank: LogicalRank) -> Iterator[None]:
+        outside = self.generators()
+        self.set_generators(rank._generators)
         try:
             yield
         finally:
-            rank._generators = self._take_generators()
-            self._put_generators(outside)
+            rank._generators = self.generators()
+            self.set_generators(outside)
 
-    def _take_generators(self) -> dict[str, Any]:
+    def generators(self) -> dict[str, Any]:
+        """The states of all generators, as they are."""
         given = {name: item.state_dict() for name, item in self._given.items()}
         return {"process": rng_state(), "given": given, "held": generator_states(self._held)}
 
-    def _put_generators(self, state: Mapping[str, Any]) -> None:
+    def set_generators(self, state: Mapping[str, Any]) -> None:
+        """Puts the states of all generators back."""
         if ("accelerator" in state["process"]) != (accelerator.in_use() is not None):
             raise StateError(
                 "elastic='exact': the accelerator came into use after logical_ranks(); put the model on its device before that"

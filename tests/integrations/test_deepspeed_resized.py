@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed"
 
 import numpy as np
 from deepspeed_case import Case, train_resized
-from elastic_case import SAMPLES, engage, samples
+from elastic_case import SAMPLES, engage, fit, samples
 from elastic_case import Case as Batches
 from plain_case import history
 from rank_kit import World, on_ranks
@@ -82,18 +83,23 @@ def test_four_two_three_ranks(tmp_path: Path, case: Case, expected: dict[int, st
 
 
 @pytest.mark.soak
-def test_with_elastic_the_batches_and_their_order_stay(tmp_path: Path) -> None:
-    """Two ranks, one, and two again, beside two all the time, whose configuration says how many micro-batches two ranks are to have."""
-    case, said = Batches(accumulation=3), []
-    with World(tmp_path, hosts=["a", "b"]) as ranks, World(tmp_path, hosts=["a", "b"]) as others:
-        fixed = others.start(engage, case, str(tmp_path / "fixed"), 11)
+@pytest.mark.parametrize("job", [engage, fit], ids=["plain", "lightning"])
+def test_with_elastic_the_batches_and_their_order_stay(tmp_path: Path, job: Callable[..., Any]) -> None:
+    """Two ranks, one, and two again, beside two all the time, whose configuration says how many micro-batches two ranks are to have.
+
+    Lightning divides each loss by their number, and the engine divides it once more.
+    """
+    case, said = Batches(accumulation=3, has_engine=True), []
+    launched = {"TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0"} if job is fit else {}
+    with World(tmp_path, hosts=["a", "b"], **launched) as ranks, World(tmp_path, hosts=["a", "b"], **launched) as others:
+        fixed = others.start(job, case, str(tmp_path / "fixed"), 11, LOCAL_WORLD_SIZE="2")
         for hosts, until in ((["a", "b"], 4), (["a"], 8), (["a", "b"], 11)):
             ranks.hosts = hosts
-            said.append(ranks.outcome(engage, case, str(tmp_path / "ours"), until))
+            said.append(ranks.outcome(job, case, str(tmp_path / "ours"), until, LOCAL_WORLD_SIZE=str(len(hosts))))
             assert not any(isinstance(result, Exception) for result in said[-1]), said[-1]
         expected = fixed.results()
     assert [results[0]["start"] for results in said] == [0, 4, 8]
-    assert [results[0]["engine"] for results in said] == [3, 6, 3]
+    assert [results[0]["accumulation"] for results in said] == [3, 6, 3]
     ours, theirs = samples(tmp_path / "ours"), samples(tmp_path / "fixed")
     assert sorted(each for ids in ours[0].values() for each in ids) == list(range(SAMPLES))
     assert [{step: sorted(ids) for step, ids in epoch.items()} for epoch in ours.values()] == [

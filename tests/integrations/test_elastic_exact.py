@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,11 @@ import torch
 from agent_kit import end_agent, preload
 from elastic_case import Case as Batches
 from elastic_case import engage, fabricate, fit
-from exact_case import COUNT, Case, loader_of, made, oracle, train
+from exact_case import COUNT, Case, Even, Fitting, loader_of, made, oracle, refusals, train
+from exact_case import fit as fit_exactly
+from lightning.pytorch.callbacks import EarlyStopping
 from rank_kit import World, on_ranks
+from torch.utils.data import WeightedRandomSampler
 
 import gemini_ft
 from gemini_ft.errors import ConfigError, GeminiError, StateError
@@ -84,6 +90,120 @@ def test_other_numbers_of_workers_go_on_with_the_same_bits(tmp_path: Path, case:
     assert {each["common"] for each in last} == {plain["common"]}
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_fits_on_other_numbers_of_workers_go_on_with_the_same_bits(tmp_path: Path, accumulation: int) -> None:
+    """By Lightning's Trainer: samples, model and hooks draw, validations too, and a worker is lost in the middle of a step."""
+    case = Fitting(accumulation=accumulation)
+    with World(tmp_path, 1, **LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}) as ranks:
+        [alone] = ranks.outcome(fit_exactly, case, END)
+    plain, seen, starts = alone["bits"], set(), []
+    kill = "step=3:rank=1:moment=before_update:sigkill"
+    with World(tmp_path, 4, **LAUNCHED) as ranks:
+        for workers, until, environ in ((4, 2, {}), (2, END, {"GEMINI_FAULTS": kill}), (2, 4, {}), (1, 5, {}), (4, END, {})):
+            kept = ranks.hosts[::2] if workers < len(ranks.hosts) else ranks.hosts  # not the first ones alone
+            for host in set(ranks.hosts) - set(kept):
+                end_agent(ranks.run, host)
+            ranks.hosts = kept + [f"host{number}" for number in range(4, 4 + workers - len(kept))]
+            results = ranks.outcome(fit_exactly, case, until, LOCAL_WORLD_SIZE=str(workers), **environ)
+            if environ:
+                assert any(isinstance(each, Exception) for each in results), results
+                continue
+            seen |= with_bits_of_the_oracle(results, alone)
+            starts.append(results[0]["start"])
+    assert seen == set(plain)
+    assert starts in ([0, 2, 4, 5], [0, 3, 4, 5])
+    assert len(set(plain.values())) == 12 // accumulation + 1
+    turns = 16 // COUNT  # of an epoch
+    assert alone["numbers"] == [number for _ in range(case.epochs) for number in range(turns) for _ in range(COUNT)]
+
+
+def test_a_fit_has_the_bits_of_lightnings_own_ddp(tmp_path: Path) -> None:
+    """Of two workers, whose sum has no order; where nothing is drawn, whose generators are others."""
+    case, bits = Fitting(ranks=2, accumulation=2, draws=False), []
+    for workers, ranks in ((2, None), (2, 2), (1, 2)):
+        with World(tmp_path, workers, **LAUNCHED | {"LOCAL_WORLD_SIZE": str(workers)}) as world:
+            bits.append(world.outcome(fit_exactly, replace(case, ranks=ranks), END)[0]["bits"])
+    assert bits[0] == bits[1] == bits[2]
+
+
+class Endless(torch.utils.data.IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Any:
+        return iter(Even())
+
+
+class Counted(Even):
+    """Samples that count how often they were read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.reads += 1
+        return super().__getitem__(index)
+
+
+def noting(*_: Any) -> None:
+    """Stands for a communication hook."""
+
+
+WRONG = {
+    "no number": (Fitting(ranks=0), "with logical_ranks=None under Lightning"),
+    "callback": (Fitting(trainer={"callbacks": [EarlyStopping("loss")]}), "does not go with EarlyStopping"),
+    "plateau": (Fitting(monitors=True), "ReduceLROnPlateau"),
+    "optimizer": (Fitting(kind="LBFGS"), "LBFGS"),
+    "precision": (Fitting(trainer={"precision": "bf16-mixed"}), "precision 'bf16-mixed'"),
+    "hook": (Fitting(strategy={"ddp_comm_hook": noting}), "a communication hook"),
+    "pipeline": (Fitting(strategy={"gradient_pipeline": [{"params": "*", "compress": "bf16"}]}), "does not go with gradient_pipeline"),
+    "batches": (Fitting(trainer={"limit_train_batches": 3}), "limit_train_batches cannot follow"),
+    "stream": (Fitting(data=Endless(), loader={}), "is for a DataLoader of a map-style dataset"),
+    "sampler": (Fitting(loader={"sampler": WeightedRandomSampler(torch.ones(48), 48)}), "with a DistributedSamplerWrapper"),
+    "workers": (Fitting(loader={"num_workers": 1}), "gave a loader with num_workers=1"),
+    "counter": (Fitting(data=Counted()), "dataset.reads changed as batches were made"),
+}
+
+
+def test_fits_that_logical_ranks_cannot_carry_are_refused_by_name(tmp_path: Path) -> None:
+    with World(tmp_path, 1, **LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}) as ranks:
+        [told] = ranks.outcome(refusals, {name: case for name, (case, _) in WRONG.items()})
+    assert {name for name, (_, why) in WRONG.items() if why not in told.get(name, "")} == set(), told
+
+
+@pytest.mark.soak  # in short: the jobs above
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_fifty_changes_of_the_number_of_workers_with_the_same_bits(tmp_path: Path, seed: int) -> None:
+    """One to six workers of six logical ranks end well, or all at a worker's death in a step; those that go take their agents
+    along, and storage has what is lost with them.
+    """
+    draw, names, size = random.Random(seed), (f"host{number}" for number in itertools.count(3)), 3
+    storage = {"storage": {"url": f"file://{tmp_path / 'stored'}", "every_steps": 1}}
+    case = Case(seed=seed, count=6, epochs=70, options=storage)
+    [plain] = on_ranks(tmp_path, 1, oracle, case)
+    done, died, seen, sizes = 0, 0, set[int](), [3]
+    with World(tmp_path, 3, **LAUNCHED) as ranks:
+        for number in range(51):
+            until = done + draw.randrange(1, 5) if number < 50 else END
+            moment = draw.choice(["before_update", "in_copy", "end_of_step"])
+            fault = f"step={draw.randrange(done + 1, done + 5)}:rank={draw.randrange(size)}:moment={moment}:sigkill"
+            faults = {"GEMINI_FAULTS": fault} if 0 < number < 50 and draw.random() < 0.5 else {}
+            results = ranks.outcome(train, case, until + 2 * len(faults), **faults)
+            if any(isinstance(each, Exception) for each in results):
+                assert faults, results
+                died += 1
+            else:
+                seen |= with_bits_of_the_oracle(results, plain)
+                done = max(results[0]["bits"])
+            size = draw.choice([other for other in range(1, 7) if other != size])
+            sizes.append(size)
+            kept = draw.sample(ranks.hosts, min(size, len(ranks.hosts)))
+            for gone in {*ranks.hosts} - {*kept}:
+                end_agent(ranks.run, gone)
+            ranks.hosts = [*kept, *itertools.islice(names, size - len(kept))]
+    assert done == max(plain["bits"])
+    assert {number: found for each in results for number, found in each["ranks"].items()} == plain["ranks"]
+    print(f"{done} steps, {len(seen)} compared; {died} attempts died; workers {sizes}")
+
+
 def unlike(what: str) -> None:
     """One step in which the workers differ."""
     rank, model, optimizer, _ = int(os.environ["RANK"]), *made(PLAIN)
@@ -124,7 +244,7 @@ def test_workers_that_differ_in_what_is_the_jobs_are_refused(what: str, tmp_path
 
 @pytest.mark.parametrize("job", [fit, fabricate, engage], ids=["lightning", "fabric", "deepspeed"])
 def test_jobs_that_have_no_logical_ranks_are_refused_before_they_join(job: Callable[..., Any], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"elastic='exact' is for plain loops with checkpointer.logical_ranks\(\); leave it out here"):
+    with pytest.raises(ConfigError, match=r"elastic='exact' is for plain loops|logical_ranks=None"):
         on_ranks(tmp_path, 1, job, Batches(options={"elastic": "exact"}), str(tmp_path / "out"), 1, LOCAL_WORLD_SIZE="1")
 
 

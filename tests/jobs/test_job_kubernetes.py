@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,10 @@ from pods import Job
 from weights_kit import ENDLESS, SCRIPT, assert_same_bits
 
 from gemini_ft.config import GeminiConfig, load_config
+from gemini_ft.errors import ConfigError
 from gemini_ft.events import read_events
 from gemini_ft.launch import endings
+from gemini_ft.launch.launcher import check_range
 from gemini_ft.testing import Network
 
 MANIFESTS = Path(__file__).parents[2] / "examples" / "kubernetes"
@@ -124,6 +129,19 @@ def test_the_figures_of_a_manifest_fit_each_other_and_the_exit_codes() -> None:
     failing, drained, _ = job["podFailurePolicy"]["rules"]
     assert failing["onExitCodes"]["values"] == [2, endings.FINAL]
     assert drained["onExitCodes"]["values"] == [endings.LEFT]
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
+@pytest.mark.parametrize(("hosts", "is_taken"), [("3:4", True), ("2:4", False)])
+def test_a_range_of_hosts_is_the_launchers(name: str, hosts: str, is_taken: bool) -> None:
+    """As docs/elastic.md has it; a manifest has two stores, so that MIN has to be more than half of MAX."""
+    command = replicated(name)["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+    values = {"HOSTS": hosts, "WORKERS": "8", "GEMINI_RUN_ID": "train"}
+    given = [re.sub(r"\$\((\w+)\)", lambda found: values[found[1]], each) for each in command]
+    assert given[:3] == ["gemini", "run", f"--nnodes={hosts}"]
+    options = Namespace(**{each[2:].partition("=")[0].replace("-", "_"): each.partition("=")[2] for each in given[2:]})
+    with nullcontext() if is_taken else pytest.raises(ConfigError, match="with several stores and the option elastic"):
+        check_range(options, load_config({"elastic": "batch"}), {})
 
 
 @pytest.mark.soak

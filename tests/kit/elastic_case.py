@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -23,10 +24,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, SubsetRandomSampler, WeightedRandomSampler
 
 import gemini_ft
-from gemini_ft.lightning import GeminiFabricStrategy, GeminiModelParallelStrategy, GeminiStrategy
+from gemini_ft.lightning import GeminiDeepSpeedStrategy, GeminiFabricStrategy, GeminiModelParallelStrategy, GeminiStrategy
 from gemini_ft.testing import digest
 
 SAMPLES, BATCH, GLOBAL = 72, 2, 12  # micro-batches of 2, and steps of 12 samples: 6 micro-batches of all ranks
@@ -43,6 +44,7 @@ class Case:
     kind: str = "dealt"  # of the loader
     is_sharded: bool = False  # the model, by FSDP2
     pause: float = 0.0  # seconds after each step
+    has_engine: bool = False  # DeepSpeed's, with ZeRO 2
     later: int = 0  # micro-batches of a step that a hook sets in the second epoch; 0: none does
     checkpoint: str | None = None  # to begin with
     saved: str | None = None  # the checkpoint to make at the end
@@ -94,9 +96,28 @@ def loader_of(case: Case, rank: int, world: int) -> DataLoader[Any]:
             return DataLoader(Stream(), BATCH)
         case "batched":
             return DataLoader(data, batch_sampler=[[index, index] for index in sampler])
+        case "weighted":
+            return DataLoader(data, BATCH, sampler=WeightedRandomSampler(torch.ones(SAMPLES), SAMPLES))
+        case "of some":
+            return DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(SAMPLES)))
+        case "stateful":
+            return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Kept(), BATCH, sampler=sampler)
+        case "prepared":
+            data_loader = pytest.importorskip("accelerate.data_loader")
+            return data_loader.prepare_data_loader(DataLoader(data, BATCH, shuffle=True), num_processes=world, process_index=rank)
         case "wrapped":
             return DataLoader(data, BATCH, sampler=DistributedSamplerWrapper(SubsetRandomSampler(range(SAMPLES)), world, rank))
     raise ValueError(case.kind)
+
+
+class Kept(Numbers):
+    """Samples with a state of their own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Any) -> None:
+        pass
 
 
 class Stream(torch.utils.data.IterableDataset[tuple[int, torch.Tensor]]):
@@ -210,7 +231,7 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
     class Module(L.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = Net()
+            self.net = Net().float() if case.has_engine else Net()
             self.world = 0
 
         def configure_model(self) -> None:
@@ -227,6 +248,8 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
 
         def training_step(self, batch: Any, number: int) -> torch.Tensor:
             ids, numbers = batch
+            if case.has_engine:
+                ids, numbers = ids.long(), numbers.float()
             loss: torch.Tensor = self.net(numbers).square().mean()
             with open(f"{out}.{rank}", "a") as trace:
                 step, epoch = self.trainer.global_step, self.trainer.current_epoch
@@ -252,7 +275,12 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
 
     L.seed_everything(3, verbose=False)
     module = Module()
-    strategy = (GeminiModelParallelStrategy if case.is_sharded else GeminiStrategy)(process_group_backend="gloo", **case.options)
+    if case.has_engine:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        config = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True, "steps_per_print": 10**9}
+        strategy: Any = GeminiDeepSpeedStrategy(config=config, process_group_backend="gloo", **case.options)
+    else:
+        strategy = (GeminiModelParallelStrategy if case.is_sharded else GeminiStrategy)(process_group_backend="gloo", **case.options)
     quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = L.Trainer(
         accelerator="cpu",
@@ -343,7 +371,7 @@ def engage(case: Case, out: str, until: int) -> dict[str, Any]:
                 while checkpointer.stats.committed != until:
                     time.sleep(0.01)
                 engine.gemini.close(finished=False)
-                return said(start, checkpointer, model, {}) | {"engine": engine.gradient_accumulation_steps()}
+                return said(start, checkpointer, model, {}) | {"accumulation": engine.gradient_accumulation_steps()}
     raise AssertionError(f"the data ended before step {until}")
 
 

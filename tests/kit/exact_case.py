@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import gemini_ft
@@ -25,7 +28,10 @@ class Case:
 
     seed: int = 0
     accumulation: int = 1
+    count: int = COUNT  # logical ranks
+    epochs: int = EPOCHS
     device: str = "cpu"
+    options: dict[str, Any] = field(default_factory=dict)
     pause: float = 0.0
 
 
@@ -71,8 +77,8 @@ def seeded(case: Case, number: int) -> None:
     np.random.seed(300 * case.seed + number)
 
 
-def loader_of(number: int) -> DataLoader[torch.Tensor]:
-    return DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), COUNT, number, seed=7))
+def loader_of(number: int, count: int = COUNT) -> DataLoader[torch.Tensor]:
+    return DataLoader(Noisy(), BATCH, sampler=DistributedSampler(Noisy(), count, number, seed=7))
 
 
 def bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -90,14 +96,14 @@ def train(case: Case, until: int) -> dict[str, Any]:
     """Trains until a step by logical ranks; returns the bits of each step, and of each logical rank here at the end."""
     gemini_ft.init_process_group("gloo")
     model, optimizer, scheduler = made(case)
-    checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"scheduler": scheduler}, elastic="exact", interval=1)
-    ranks = checkpointer.logical_ranks(COUNT, lambda number: gemini_ft.resumable(loader_of(number)))
+    checkpointer = gemini_ft.Checkpointer(model, optimizer, state={"scheduler": scheduler}, elastic="exact", interval=1, **case.options)
+    ranks = checkpointer.logical_ranks(case.count, lambda number: gemini_ft.resumable(loader_of(number, case.count)))
     for rank in ranks:
         with rank:
             seeded(case, rank.number)
     start = step = checkpointer.resume()
     found: dict[int, str] = {start: bits(model, optimizer)}
-    for epoch in range(checkpointer.scalars.get("epoch", 0), EPOCHS):
+    for epoch in range(checkpointer.scalars.get("epoch", 0), case.epochs):
         for turns, turn in enumerate(ranks.batches(epoch), 1):
             for rank, batch in turn:
                 with rank:
@@ -135,8 +141,8 @@ def oracle(case: Case) -> dict[str, Any]:
     model, optimizer, scheduler = made(case)
     outside = drawn()
     states: list[list[Any]] = []
-    loaders: list[Any] = [loader_of(number) for number in range(COUNT)]
-    for number in range(COUNT):
+    loaders: list[Any] = [loader_of(number, case.count) for number in range(case.count)]
+    for number in range(case.count):
         seeded(case, number)
         states.append([drawn(), copy.deepcopy(dict(model.named_buffers())), copy.deepcopy(model.generator.bit_generator.state)])
     params, step, found = list(model.parameters()), 0, {0: bits(model, optimizer)}
@@ -151,17 +157,17 @@ def oracle(case: Case) -> dict[str, Any]:
     def leave(number: int) -> None:
         states[number] = [drawn(), copy.deepcopy(dict(model.named_buffers())), copy.deepcopy(model.generator.bit_generator.state)]
 
-    for epoch in range(EPOCHS):
+    for epoch in range(case.epochs):
         sources = []
         for number, loader in enumerate(loaders):
             enter(number)
             loader.sampler.set_epoch(epoch)
             sources.append(iter(loader))
             leave(number)
-        for turn in range(SAMPLES // BATCH // COUNT):
+        for turn in range(len(loaders[0])):
             if turn % case.accumulation == 0:
-                sums: list[list[torch.Tensor | None]] = [[None] * len(params) for _ in range(COUNT)]
-            for number in range(COUNT):
+                sums: list[list[torch.Tensor | None]] = [[None] * len(params) for _ in range(case.count)]
+            for number in range(case.count):
                 enter(number)
                 for param, grad in zip(params, sums[number], strict=True):
                     param.grad = grad
@@ -175,7 +181,7 @@ def oracle(case: Case) -> dict[str, Any]:
                 total = torch.zeros_like(param)
                 for grad in grads:
                     total += grad if grad is not None else 0
-                param.grad = total / COUNT if any(grad is not None for grad in grads) else None
+                param.grad = total / case.count if any(grad is not None for grad in grads) else None
             nn.utils.clip_grad_norm_(params, 0.5)
             optimizer.step()
             scheduler.step()
@@ -186,7 +192,7 @@ def oracle(case: Case) -> dict[str, Any]:
             found[step] = bits(model, optimizer)
     draw_from(outside)
     common, inner = float(torch.rand(())), {}
-    for number in range(COUNT):
+    for number in range(case.count):
         enter(number)
         inner[number] = of_rank(model)
     return {"bits": found, "ranks": inner, "common": common}
@@ -203,3 +209,105 @@ def draw_from(state: list[Any]) -> None:
     np.random.set_state(state[2])
     for device in state[3:]:
         torch.cuda.set_rng_state(device)
+
+
+class Stopped(Exception):
+    """The job has come as far as it was to come."""
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """One fit of Lightning's Trainer."""
+
+    ranks: int | None = COUNT  # logical ones; 0: no number is given; None: Lightning's own DDP
+    accumulation: int = 1
+    draws: bool = True  # samples and model
+    epochs: int = 3
+    trainer: dict[str, Any] = field(default_factory=dict)  # further options
+    strategy: dict[str, Any] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=lambda: {"shuffle": True})
+    data: Any = None
+    monitors: bool = False  # a scheduler of a figure
+    kind: str = "AdamW"
+
+
+class Even(Noisy):
+    """Samples without noise."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.linspace(-1, 1, 6) * (index + 1) / SAMPLES
+
+
+def fit(case: Fitting, until: int) -> dict[str, Any]:
+    """Trains until a step by the Trainer, with validations that draw; returns the bits of each step."""
+    import lightning as L
+
+    from gemini_ft.lightning import GeminiStrategy
+
+    found: dict[str, Any] = {"bits": {}, "numbers": []}
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net() if case.draws else nn.Sequential(nn.Linear(6, 17), nn.BatchNorm1d(17), nn.ReLU(), nn.Linear(17, 1))
+
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            found["numbers"].append(number)
+            return self.net(batch).square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if case.draws:
+                torch.rand(())  # the logical rank's
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            torch.rand(())  # the job's own
+
+        def validation_step(self, batch: torch.Tensor, number: int) -> None:
+            torch.rand(())
+
+        def on_train_batch_start(self, batch: Any, number: int) -> None:
+            found.setdefault("start", self.trainer.global_step)
+            found["bits"][self.trainer.global_step] = bits(self.net, self.optimizers().optimizer)
+            if self.trainer.global_step >= until:
+                assert strategy.checkpointer is not None
+                strategy.checkpointer.flush()
+                raise Stopped
+
+        def configure_optimizers(self) -> Any:
+            optimizer = getattr(torch.optim, case.kind)(self.parameters(), lr=3e-2)
+            if case.monitors:
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"}}
+            return [optimizer], [{"scheduler": ExponentialLR(optimizer, 0.95), "interval": "step"}]
+
+    L.seed_everything(5, verbose=False)
+    module, world = Module(), int(os.environ["WORLD_SIZE"])
+    options = {"elastic": "exact", "logical_ranks": case.ranks or None, "interval": 1}
+    strategy: Any = GeminiStrategy(process_group_backend="gloo", **options, **case.strategy) if case.ranks is not None else "ddp"
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_epochs=case.epochs,
+        accumulate_grad_batches=case.accumulation,
+        gradient_clip_val=0.5,
+        deterministic=True,
+        **quiet,
+        **case.trainer,
+    )
+    data = case.data or (Noisy() if case.draws else Even())
+    with contextlib.suppress(Stopped):
+        trainer.fit(module, DataLoader(data, BATCH, **case.loader), DataLoader(Even(), BATCH))
+    found["bits"][trainer.global_step] = bits(module.net, trainer.optimizers[0])
+    return found
+
+
+def refusals(cases: dict[str, Fitting]) -> dict[str, str]:
+    """The texts that fits end with, by name."""
+    told = {}
+    for name, case in cases.items():
+        try:
+            fit(case, 2)
+        except Exception as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    return told

@@ -86,6 +86,16 @@ def test_a_job_is_requeued_unless_it_has_finished_whoever_was_drained(statuses: 
     assert not list(tmp_path.glob("tmp.*"))
 
 
+def test_a_range_of_hosts_is_the_launchers(tmp_path: Path) -> None:
+    """With `elastic: batch` all nodes train, and fewer of them go on."""
+    tasks = TASKS.replace('return "$STATUS"', '[ "$1" != run ] || echo "$@ with $GEMINI_ELASTIC"; return "$STATUS"')
+    done = run("train.sbatch", tmp_path, 0, tasks, STATUSES="0 0", TMPDIR=str(tmp_path), HOSTS="1:2", GEMINI_ELASTIC="batch")
+    assert done.returncode == 0, done.stdout + done.stderr
+    starts = [line for line in done.stdout.splitlines() if line.startswith("run ")]
+    assert len(starts) == 2
+    assert all("--nnodes 1:2 " in start and start.endswith("train.py with batch") for start in starts)
+
+
 def test_links_that_another_user_lays_beside_its_files_lead_nowhere(tmp_path: Path) -> None:
     """He can list the temporary folder, and make links there with names that the script may use later."""
     victim = tmp_path / "victim"

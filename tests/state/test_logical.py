@@ -391,7 +391,7 @@ def test_workers_that_begin_with_other_models_are_refused() -> None:
 
 
 def test_options_without_logical_ranks_are_refused_before_the_job_joins() -> None:
-    with pytest.raises(ConfigError, match=r"for plain loops with checkpointer.logical_ranks\(\); leave it out here"):
+    with pytest.raises(ConfigError, match=r"for plain loops with checkpointer.logical_ranks\(\), and for Lightning.* leave it out here"):
         checkpointer_of().resume()
     with pytest.raises(ConfigError, match=r"elastic='exact' with restart='in_place'.* leave restart out"):
         load_config({"elastic": "exact", "restart": "in_place"})

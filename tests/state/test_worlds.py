@@ -119,6 +119,7 @@ def test_a_position_that_is_loaded_again_begins_a_step() -> None:
     check_step([loader], 1)
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # by torchdata 0.11
 @pytest.mark.parametrize(
     ("kind", "why"),
     [
@@ -127,6 +128,10 @@ def test_a_position_that_is_loaded_again_begins_a_step() -> None:
         ("iterated", "no DataLoader of a map-style dataset"),
         ("batched", "has a list as its batch sampler"),
         ("wrapped", "has a DistributedSamplerWrapper as its sampler"),
+        ("weighted", "has a WeightedRandomSampler as its sampler"),
+        ("of some", "has a SubsetRandomSampler as its sampler"),
+        ("stateful", "no DataLoader of a map-style dataset without a state of its own"),
+        ("prepared", "no DataLoader of a map-style dataset without a state of its own"),
     ],
 )
 def test_other_loaders_are_refused_by_name(kind: str, why: str) -> None:
@@ -232,7 +237,7 @@ def test_a_trainer_that_counts_batches_of_its_own_is_refused() -> None:
     combined = SimpleNamespace(flattened=[object()])
     usual = {
         "callbacks": [],
-        "fit_loop": SimpleNamespace(_combined_loader=combined),
+        "fit_loop": SimpleNamespace(_combined_loader=combined, _data_fetcher=type("_PrefetchDataFetcher", (), {})()),
         "lightning_module": module,
         "limit_train_batches": 1.0,
         "overfit_batches": 0,
@@ -251,6 +256,7 @@ def test_a_trainer_that_counts_batches_of_its_own_is_refused() -> None:
         {"check_val_every_n_epoch": None},
         {"overfit_batches": 1},
         {"strategy": often},
+        {"fit_loop": SimpleNamespace(_combined_loader=combined, _data_fetcher=object())},  # training_step(dataloader_iter)
     ]
     for changes in each:
         with pytest.raises(ConfigError, match=r"number of batches changes with the number of ranks, which .* cannot follow"):
