@@ -118,7 +118,8 @@ def _groups(number: int, rule: Rule, tensors: Sequence[Tensor]) -> list[Group]:
     alone = [Group(number, (tensor.name,), "rule" if rule.is_sparse else "sparse") for tensor in sparse]
     if rule.is_sparse and rule.compress is None:
         return alone + [Group(number, (tensor.name,)) for tensor in dense]
-    return alone + grouped(number, dense, fallback(dense, rule.fusion)) if dense else alone
+    way = "bf16" if rule.fusion == "auto" and rule.is_plain and rule.compress is None else "rule"  # until it is known which one is best
+    return alone + grouped(number, dense, fallback(dense, rule.fusion), way) if dense else alone
 
 
 def grouped(number: int, tensors: Sequence[Tensor], grouping: Grouping, way: str = "rule") -> list[Group]:

@@ -3,7 +3,8 @@
 A rule with a planned fusion begins with buckets. After some steps the ready times of the gradients are known; then costs are
 measured, and the planners predict an iteration's time for each way in which the rule's gradients could be exchanged (`Candidates`). What
 is predicted to be close to the best is tried in real steps (`Tuner`), and the fastest stays. With ``auto`` all-reduce as it is and in
-bfloat16 are what is tried, and, with ``quality: any``, the rule's method: none is kept that is slower.
+bfloat16 are what is tried, and ring8, which trains as they do (`gemini_ft.pipeline.qualities`), and, with ``quality: any``, the rule's
+method: none is kept that is slower. Where steps are long, few candidates are tried, and none for long.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.measuring import Costs, ReadyTimes, measure, slowest
 from gemini_ft.pipeline.plan import Group, Tensor, grouped, in_order
+from gemini_ft.pipeline.qualities import RING, WAYS
 from gemini_ft.pipeline.route_table import option_way
 from gemini_ft.pipeline.routes import Plain
 from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length
@@ -45,7 +47,10 @@ from gemini_ft.trials import Trial, TrialRules
 
 _log = logging.getLogger("gemini_ft")
 CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
+LONG = 1.0  # predicted seconds of the best candidate's step from which on a visit is one step, and `FEW` candidates are tried
+FEW = 4
+WATCHED = 10.0  # seconds after which a plan is made, though fewer steps have been watched than were asked for
+TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04}, enough=40.0)
 _EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's grouping is to beat
 
 
@@ -95,6 +100,8 @@ class Candidates:
             found.append(self._by_espresso(number, own))
         if rule.fusion == "auto":
             found += self._by_cupcake(number, own, "plain", "all-reduce") + self._by_cupcake(number, own, "bf16", "bf16")
+            if WAYS[RING].is_alike and not rule.is_whole:
+                found += self._by_cupcake(number, own, "ring8", "ring8")
         return self._shared(sorted(found, key=lambda candidate: candidate.predicted))
 
     def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str) -> list[Candidate]:
@@ -165,6 +172,22 @@ class Candidates:
         return found
 
 
+def _are_long(candidates: Sequence[Candidate]) -> bool:
+    return min(candidate.predicted for candidate in candidates) >= LONG
+
+
+def _worth_trying(found: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that are predicted to come close to the first, and the best one in bfloat16; of long steps the best of each way."""
+    best: dict[str, Candidate] = {}
+    for each in found:
+        best.setdefault(each.groups[0].way, each)
+    close = [each for each in found if each.predicted <= CLOSE * found[0].predicted or each is best.get("bf16")]
+    if not _are_long(found):
+        return close
+    others = [each for each in close if each is not best[each.groups[0].way]]
+    return [each for each in close if each not in others[max(0, FEW - len(close) + len(others)) :]]
+
+
 def processors(device: torch.device) -> tuple[Processor, ...]:
     """The processors that could compress gradients on a device; on CPUs there are no others."""
     return (Processor.GPU, Processor.CPU) if device.type != "cpu" else (Processor.GPU,)
@@ -191,6 +214,10 @@ class _RuleTrial:
     rule: int
     candidates: list[Candidate]
     trial: Trial
+
+    @property
+    def terms(self) -> TrialRules:
+        return replace(TERMS, visit=1) if _are_long(self.candidates) else TERMS
 
     @property
     def current(self) -> Candidate:
@@ -222,6 +249,7 @@ class Tuner:
         self._rules = [number for number, rule in enumerate(averager.rules) if rule.fusion in PLANNED]
         self._count = 0
         self._trials: list[_RuleTrial] = []
+        self._begun = 0.0  # when the first step was over
         self._last: float | None = time.perf_counter()  # the end of the step before
         self.settled = not self._rules
 
@@ -230,9 +258,10 @@ class Tuner:
         seconds = time.perf_counter() - self._last if self._last is not None else None
         if not self.settled:
             self._count += 1
+            self._begun = self._begun or time.perf_counter()
             if self._trials:
                 self._tried(seconds)
-            elif self._count >= self._profile_steps:
+            elif self._count >= self._profile_steps or (self._count > 1 and self._has_watched()):
                 self._plan()
         self._last = time.perf_counter()
 
@@ -261,11 +290,13 @@ class Tuner:
                 continue
             found = candidates.of(rule)
             self._adopt(rule, found[0])
-            bf16 = next((each for each in found if each.label.startswith("bf16")), None)
-            close = [each for each in found if each.predicted <= CLOSE * found[0].predicted or each is bf16]
-            if len(close) > 1:
+            if len(close := _worth_trying(found)) > 1:
                 self._trials.append(_RuleTrial(rule, close, Trial.of(len(close))))
         self._begin_trial()
+
+    def _has_watched(self) -> bool:
+        """Whether steps have been watched for so long on any rank. Collective."""
+        return slowest([time.perf_counter() - self._begun], self._averager.group)[0] >= WATCHED
 
     def _order(self) -> tuple[list[Tensor], float, dict[str, float]]:
         """The tensors in the order in which their gradients become ready, as all ranks have seen it; and when they do."""
@@ -284,9 +315,9 @@ class Tuner:
 
     def _tried(self, seconds: float | None) -> None:
         each = self._trials[0]
-        if each.trial.note(TERMS, seconds):
-            times = slowest(each.trial.medians(), self._averager.group)
-            if (chosen := each.trial.judge(TERMS, times)) is not None:
+        if each.trial.note(each.terms, seconds):
+            *times, spent = slowest([*each.trial.medians(), each.trial.spent], self._averager.group)
+            if (chosen := each.trial.judge(each.terms, times, spent)) is not None:
                 self._end_trial(chosen, times)
                 return
         self._adopt(each.rule, each.current)
