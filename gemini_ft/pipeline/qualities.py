@@ -36,6 +36,13 @@ class Known:
         """Whether it trains as DDP does in all that was measured."""
         return (self.accuracy or self.words or 0.0) >= _LEAST_ACCURACY and (self.words or 1.0) <= _MOST_WORDS
 
+    def __str__(self) -> str:
+        said = f"it reached {self.accuracy:.3f} of DDP's accuracy in as many steps ({ACCURACY})" if self.accuracy is not None else ""
+        if self.words is None:
+            return said or "its quality was not measured"
+        words = "did not reach" if self.words == inf else f"took {self.words:.2f} times the words to reach"
+        return f"{said}{', and' if said else 'it'} {words} a loss of DDP's ({WORDS})"
+
 
 BF16, RING, LOCAL = "all-reduce in bfloat16", "ring8", "DiLoCo"
 WAYS: dict[str, Known] = {
