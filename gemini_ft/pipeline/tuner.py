@@ -10,10 +10,12 @@ method: none is kept that is slower. Where steps are long, few candidates are tr
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.measuring import Costs, ReadyTimes, measure, slowest
 from gemini_ft.pipeline.plan import Group, Tensor, grouped, in_order
-from gemini_ft.pipeline.qualities import RING, WAYS
+from gemini_ft.pipeline.qualities import LOCAL, RING, WAYS
 from gemini_ft.pipeline.route_table import option_way
 from gemini_ft.pipeline.routes import Plain
 from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length
@@ -87,6 +89,7 @@ class Candidates:
     ) -> None:
         self._averager, self._device, self._tensors = averager, device, tensors
         self._forward, self._ready = forward, ready
+        self._measured: dict[tuple[int, str], Costs] = {}
 
     def of(self, number: int) -> list[Candidate]:
         """The candidates of one rule, the best predicted one first. Collective."""
@@ -103,6 +106,14 @@ class Candidates:
             if WAYS[RING].is_alike and not rule.is_whole:
                 found += self._by_cupcake(number, own, "ring8", "ring8")
         return self._shared(sorted(found, key=lambda candidate: candidate.predicted))
+
+    def apart(self, number: int, computing: Sequence[float]) -> float:
+        """The seconds of a step of ranks that train alone: computing, and its share of an average in bfloat16. Collective."""
+        own = [tensor for tensor in self._tensors if tensor.rule == number]
+        costs, nbytes = self._costs(number, "bf16", own), sum(tensor.nbytes for tensor in own)
+        average = costs.encode.cost(nbytes) + costs.communicate.cost(nbytes) + costs.decode.cost(nbytes)
+        alone = statistics.median(computing or [self._forward + max(self._ready.values())])
+        return slowest([alone + average / (self._averager.rules[number].apart.every or 1)], self._averager.group)[0]
 
     def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str) -> list[Candidate]:
         """The planner's grouping, and the even ones that it is to beat: models do not know how threads get in each other's way."""
@@ -155,7 +166,10 @@ class Candidates:
         return (flat, flat) if flat is not None else (found[Scope.INTRA], found[Scope.INTER])
 
     def _costs(self, number: int, way: str, own: Sequence[Tensor]) -> Costs:
-        return measure(lambda: self._averager.routes.fresh(number, way), own, self._averager.group, self._device)
+        if (number, way) not in self._measured:
+            make = partial(self._averager.routes.fresh, number, way)
+            self._measured[number, way] = measure(make, own, self._averager.group, self._device)
+        return self._measured[number, way]
 
     def _backward(self, tensors: Sequence[Tensor]) -> Backward:
         at = [0.0, *(self._ready[tensor.name] for tensor in tensors)]
@@ -214,6 +228,7 @@ class _RuleTrial:
     rule: int
     candidates: list[Candidate]
     trial: Trial
+    apart: float | None = None  # predicted seconds of a step of ranks that train alone; None: they may not
 
     @property
     def terms(self) -> TrialRules:
@@ -224,13 +239,14 @@ class _RuleTrial:
         return self.candidates[self.trial.current]
 
     def pack(self) -> dict[str, Any]:
-        return {"rule": self.rule, "candidates": _CANDIDATES.dump_python(self.candidates, mode="json"), **asdict(self.trial)}
+        candidates = _CANDIDATES.dump_python(self.candidates, mode="json")
+        return {"rule": self.rule, "candidates": candidates, "apart": self.apart, **asdict(self.trial)}
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> _RuleTrial:
         given = deepcopy(dict(packed))
-        rule, candidates = given.pop("rule"), _CANDIDATES.validate_python(given.pop("candidates"))
-        return cls(rule, candidates, Trial(**given))
+        rule, candidates, apart = given.pop("rule"), _CANDIDATES.validate_python(given.pop("candidates")), given.pop("apart", None)
+        return cls(rule, candidates, Trial(**given), apart)
 
 
 class Tuner:
@@ -241,6 +257,7 @@ class Tuner:
 
     Attributes:
         settled: whether the plan stays as it is.
+        apart: predicted seconds of a step where ranks are to train alone from now on; None: they are not.
     """
 
     def __init__(self, averager: Averager, ready_times: ReadyTimes, profile_steps: int, device: torch.device) -> None:
@@ -251,7 +268,9 @@ class Tuner:
         self._trials: list[_RuleTrial] = []
         self._begun = 0.0  # when the first step was over
         self._last: float | None = time.perf_counter()  # the end of the step before
+        self._computing: list[float] = []  # seconds of the steps that were watched, without averages
         self.settled = not self._rules
+        self.apart: float | None = None
 
     def step_over(self) -> None:
         """Records that a step is over, and nothing is under way. Collective at some steps."""
@@ -259,6 +278,7 @@ class Tuner:
         if not self.settled:
             self._count += 1
             self._begun = self._begun or time.perf_counter()
+            self._computing.append(self._averager.computing)
             if self._trials:
                 self._tried(seconds)
             elif self._count >= self._profile_steps or (self._count > 1 and self._has_watched()):
@@ -278,7 +298,7 @@ class Tuner:
         """Restores a `state_dict`. The present step is not timed: it began before, or in another process."""
         self.settled, self._count = state["settled"], state["count"]
         self._trials = [_RuleTrial.unpack(each) for each in state["trials"]]
-        self._last = None
+        self._last = self.apart = None
 
     def _plan(self) -> None:
         tensors, forward, ready = self._order()
@@ -290,8 +310,9 @@ class Tuner:
                 continue
             found = candidates.of(rule)
             self._adopt(rule, found[0])
-            if len(close := _worth_trying(found)) > 1:
-                self._trials.append(_RuleTrial(rule, close, Trial.of(len(close))))
+            apart = candidates.apart(rule, self._computing[1:]) if self._averager.rules[rule].quality == "loss" else None
+            if len(close := _worth_trying(found)) > 1 or apart is not None:
+                self._trials.append(_RuleTrial(rule, close, Trial.of(len(close)), apart))
         self._begin_trial()
 
     def _has_watched(self) -> bool:
@@ -331,7 +352,23 @@ class Tuner:
         if self._averager.rank == 0:
             _log.info("gradient_pipeline, rule %d: chose %s; tried: %s", trial.rule + 1, trial.candidates[chosen].label, tried)
         self._adopt(trial.rule, trial.candidates[chosen])
+        if trial.apart is not None:
+            self._compare_apart(trial.apart, trial.candidates[chosen].label, times[chosen])
         self._begin_trial()
+
+    def _compare_apart(self, apart: float, label: str, seconds: float) -> None:
+        words = WAYS[LOCAL].words
+        assert words is not None
+        is_ahead = words * apart < seconds
+        if is_ahead:
+            self.apart = apart
+            self._trials.clear()
+        if self._averager.rank == 0:
+            _log.info(
+                "gradient_pipeline, quality loss: %s, %.1f ms a step predicted, times %.2f words to a loss, against %.1f ms of %s: %s; %s",
+                *(LOCAL, 1e3 * apart, words, 1e3 * seconds, label),
+                *("ranks train alone from here on" if is_ahead else "gradients are averaged in each step", WAYS[LOCAL]),
+            )
 
     def _adopt(self, rule: int, candidate: Candidate) -> None:
         plan = self._averager.plan
