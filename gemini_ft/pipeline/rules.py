@@ -251,7 +251,10 @@ class Rule(_RuleModel):
                 "or add quality: any once you have compared the loss with that method and your optimizer"
             )
         if self.quality == "loss" and not (self.is_plain and self.fusion == "auto"):
-            raise ValueError("quality loss has fusion auto choose DiLoCo, or what trains alike: give it fusion: auto, and leave sync out")
+            raise ValueError(
+                "quality loss has fusion auto choose DiLoCo, or what trains alike: give it fusion: auto, without sync, and without "
+                "compress but for fp16 and bf16"
+            )
         if self.quality == "any" and not (lossy and self.fusion == "auto"):
             raise ValueError("quality any lets fusion auto choose the method of compress, or ring8: give both, or leave quality out")
 
