@@ -132,7 +132,7 @@ def shown(found: Sequence[Way], computing: float | None) -> str:
     rows = [("other rules for all", "bytes per step and rank", "network", "compressing", "step", "accuracy / DDP's", "words / DDP's")]
     for way in found:
         wire = "?" if way.wire_bytes is None else f"{way.wire_bytes:,}"
-        figures = (way.step, ".4f"), (way.accuracy, ".3f"), (way.words, ".3f")
-        known = ("?" if value is None else f"{value:{form}}" for value, form in figures)
+        figures = (way.step, ".4f"), (way.accuracy, ".3f"), (WAYS[way.name].words, ".3f")
+        known = ["?" if value is None else "not reached" if value == inf else f"{value:{form}}" for value, form in figures]
         rows.append((way.name, wire, f"{way.network:.4f}", f"{way.compressing:.4f}", *known))
     return f"{table(rows)}\n\n{verdict(found, computing)}"

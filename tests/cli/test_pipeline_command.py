@@ -155,6 +155,8 @@ def test_other_rules_are_compared(config: str, capsys: pytest.CaptureFixture[str
     assert found["DiLoCo"].step == pytest.approx(0.1 + found["DiLoCo"].network)
     assert found["all-reduce in float32"].step == pytest.approx(0.1 / 3 + found["all-reduce in float32"].network)
     assert found["SparseLoCo"].compressing > 0
+    assert found["ring8"].compressing > 0
+    assert re.search(r"SparseLoCo .* 0\.962 +not reached\n", pipeline_advice.shown([*found.values()], 0.1))
     said = pipeline_advice.verdict([found["DiLoCo"], found["all-reduce in bfloat16"]], 0.1)
     assert "DiLoCo takes" in said
     assert f"reached 0.984 of DDP's accuracy in as many steps ({ACCURACY}), and took 1.38 times the words" in said
