@@ -49,8 +49,8 @@ from gemini_ft.trials import Trial, TrialRules
 
 _log = logging.getLogger("gemini_ft")
 CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-LONG = 1.0  # predicted seconds of the best candidate's step from which on a visit is one step, and `FEW` candidates are tried
-FEW = 4
+LONG = 1.0  # predicted seconds of the best candidate's step from which on a visit is one step, and few candidates are tried:
+FEW, NEAR = 4, 1.5  # so many, up to so many times the best predicted time
 WATCHED = 10.0  # seconds after which a plan is made, though fewer steps have been watched than were asked for
 TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04}, enough=40.0)
 _EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's grouping is to beat
@@ -195,7 +195,8 @@ def _worth_trying(found: Sequence[Candidate]) -> list[Candidate]:
     best: dict[str, Candidate] = {}
     for each in found:
         best.setdefault(each.groups[0].way, each)
-    close = [each for each in found if each.predicted <= CLOSE * found[0].predicted or each is best.get("bf16")]
+    limit = (NEAR if _are_long(found) else CLOSE) * found[0].predicted
+    close = [each for each in found if each.predicted <= limit or each is best.get("bf16")]
     if not _are_long(found):
         return close
     others = [each for each in close if each is not best[each.groups[0].way]]
