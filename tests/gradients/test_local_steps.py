@@ -149,6 +149,17 @@ def test_each_rank_goes_on_with_its_own_state_after_kills(tmp_path: Path) -> Non
     assert any(first[step].split()[1] != second[step].split()[1] for step in first)
 
 
+@pytest.mark.parametrize("method", local_steps_case.METHODS)
+def test_a_killed_training_has_the_bits_of_an_undisturbed_one_by_each_new_method(method: str, tmp_path: Path) -> None:
+    train = partial(local_steps_case.train, method=method)
+    starts, begins = side_by_side(tmp_path, train, "step=6:rank=0:sigkill; step=11:rank=1:sigkill:moment=in_copy")
+    assert begins == [0, 0]
+    assert min(starts) >= 9
+    first, second = ([line.split()[1] for line in history(tmp_path / "disturbed", rank).values()] for rank in range(2))
+    alike = [one == other for one, other in zip(first, second, strict=True)]
+    assert alike == ([True] * 16 if method.startswith("ring8") else [step % 4 == 3 for step in range(16)])
+
+
 def test_ranks_that_have_chosen_to_train_alone_go_on_in_the_same_bits_after_kills(tmp_path: Path) -> None:
     """By ``quality: loss``: killed before the choice, in the middle of a period, and after an average."""
     kills = "step=3:rank=0:sigkill; step=14:rank=1:sigkill:moment=in_copy; step=34:rank=0:sigkill"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +31,7 @@ from gemini_ft.compression.sparse import TopK
 from gemini_ft.pipeline import host_groups, tuner
 from gemini_ft.pipeline.qualities import LOCAL
 from gemini_ft.pipeline.routes import Plain
+from gemini_ft.pipeline.rules import load_rules
 from gemini_ft.pipeline.telemetry import Telemetry
 from gemini_ft.pipeline.tuner import Candidate, Candidates
 from gemini_ft.testing import digest, first_difference
@@ -446,8 +448,22 @@ def apart() -> list[str]:
     return said
 
 
-def train(out: str, delay: int = 0, **more: Any) -> int:
-    """Trains to the end, with two periods; loss, weights and anchors of each iteration go to ``<out>.<rank>``."""
+def preset(name: str) -> list[Any]:
+    """The rules of a file in configs/, with a short period."""
+    return [rule.pack() | {"every": 4} for rule in load_rules(Path(__file__).parents[2] / "configs" / f"pipeline_{name}.yaml")]
+
+
+METHODS: dict[str, list[Any]] = {
+    "LocalSGD": [{"params": "*", "every": 4}],
+    "DiLoCo": preset("diloco"),
+    "SparseLoCo": preset("sparseloco"),
+    "ring8": [{"params": "*", "sync": "ring8"}],
+    "ring8, e5m2": [{"params": "*", "sync": {"scheme": "ring8", "words": "e5m2"}, "fusion": "layer-wise"}],
+}
+
+
+def train(out: str, delay: int = 0, method: str | None = None, **more: Any) -> int:
+    """Trains to the end, with two periods or by one of `METHODS`; loss, weights and anchors go to ``<out>.<rank>``."""
     rank, _ = start_ranks()
     emulate_hosts(rank)
     torch.manual_seed(0)
@@ -458,8 +474,8 @@ def train(out: str, delay: int = 0, **more: Any) -> int:
         {"params": "last.*", "every": 3, "compress": TOPK, **more},
         {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK, "delay": delay, **more},
     ]
-    gradients = gemini_ft.GradientSynchronizer(net, rules)
-    checkpointer = gemini_ft.Checkpointer(net, optimizers, replicated=True, on_late="wait")
+    gradients = gemini_ft.GradientSynchronizer(net, rules if method is None else METHODS[method])
+    checkpointer = gemini_ft.Checkpointer(net, optimizers, replicated=method is None, on_late="wait")
     start = checkpointer.resume()
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
         for iteration in range(start, 16):
@@ -469,7 +485,7 @@ def train(out: str, delay: int = 0, **more: Any) -> int:
             gradients.synchronize()
             for optimizer in optimizers:
                 optimizer.step()
-            weights, anchors = dict(net.named_parameters()), gradients.state_dict()["outer"]["anchors"]
+            weights, anchors = dict(net.named_parameters()), gradients.state_dict().get("outer", {}).get("anchors", {})
             trace.write(f"{iteration} {loss.item().hex()} {digest(weights)} {digest(anchors)}\n")
             checkpointer.step()
     checkpointer.close()
