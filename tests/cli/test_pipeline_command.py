@@ -168,7 +168,7 @@ def test_quality_is_that_of_the_report() -> None:
     report = (Path(__file__).parents[2] / ACCURACY).read_text()
     accuracy = {row: float(value) for row, value in re.findall(r"^\| ([^|]+) \| 10 \| ([0-9.]+) \|", report, re.MULTILINE)}
     rows = {"all-reduce in bfloat16": "auto", "int8": "int8", "powersgd": "powersgd", "top-k 1 %": "topk 1 %, buckets"}
-    for way, row in (rows | {"DiLoCo": "diloco", "SparseLoCo": "sparseloco"}).items():
+    for way, row in (rows | {"DiLoCo": "diloco", "SparseLoCo": "sparseloco", "ring8": "ring8"}).items():
         assert WAYS[way].accuracy == pytest.approx(accuracy[row] / accuracy["DDP"], abs=5e-4), way
 
 
