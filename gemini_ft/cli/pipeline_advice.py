@@ -129,7 +129,9 @@ def verdict(found: Sequence[Way], computing: float | None) -> str:
 
 def shown(found: Sequence[Way], computing: float | None) -> str:
     """The ways as a table, with the verdict."""
-    rows = [("other rules for all", "bytes per step and rank", "network", "compressing", "step", "accuracy / DDP's", "words / DDP's")]
+    rows: list[tuple[str, ...]] = [
+        ("other rules for all", "bytes per step and rank", "network", "compressing", "step", "accuracy / DDP's", "words / DDP's")
+    ]
     for way in found:
         wire = "?" if way.wire_bytes is None else f"{way.wire_bytes:,}"
         figures = (way.step, ".4f"), (way.accuracy, ".3f"), (WAYS[way.name].words, ".3f")

@@ -149,7 +149,7 @@ class GradientSynchronizer(BodyWithOuter):
         announce(self, parameters.values())
         close_with(self)
 
-    def _watch_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def _watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         self._averaging = [param.register_post_accumulate_grad_hook(self._ready) for param in parameters]  # type: ignore[no-untyped-call]
 
     def _tune(self) -> None:
@@ -168,19 +168,27 @@ class GradientSynchronizer(BodyWithOuter):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`; see `Body.load_state_dict`."""
-        if self.lets_ranks_differ and ("outer" in state) != (self._outer is not None):
+        if any(rule.quality == "loss" for rule in self.averager.rules):
             with self._explaining():
-                self._settle()
-                self._drift.drop()
-                self._end_pending()
-            if self._outer is None:
-                self._go_apart()
-            else:
-                self._outer.close()
-                self._outer, self.averager.tensors = None, self._tensors
-                if not self.is_ddp:
-                    self._watch_gradients(self._parameters.values())
+                self._train_as_in(state)
         super().load_state_dict(state)
+
+    def _train_as_in(self, state: Mapping[str, Any]) -> None:
+        """Has ranks train alone, or together again, as those of a state of the same rules did, if all have such a one. Collective."""
+        is_ours = state["averager"]["rules"] == [rule.pack() for rule in self.averager.rules]
+        alone = of_all_ranks("outer" in state if is_ours else None, self._together)
+        if alone != [self._outer is None] * len(alone):
+            return
+        self._settle()
+        self._drift.drop()
+        self._end_pending()
+        if self._outer is None:
+            self._go_apart()
+            return
+        self._outer.close()
+        self._outer, self.averager.tensors = None, self._tensors
+        if not self.is_ddp:
+            self._watch_gradients(self._parameters.values())
 
     def _outer_steps(self, tensors: Sequence[Tensor], rules: Rules, apart: Any, hosts: Sequence[int]) -> OuterSteps:
         model = self.ddp if self.is_ddp else self._model

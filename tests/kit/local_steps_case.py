@@ -563,6 +563,12 @@ def goes_apart(ddp: bool) -> list[bool]:
         for step in (since - 1, since + 30):  # back to where gradients were averaged, and to another step alone
             chosen.load(states[step])
             found.append(chosen.train(step + 1) == expected)
+    mixed = Chosen(ddp)
+    with closing(mixed.synchronizer):  # ranks whose states are of both kinds are told, and go on with those of one
+        said = error_of(partial(mixed.load, states[(1, since + 1)[dist.get_rank()]]))
+        found.append("StateError" in said or "RecoveryError" in said)
+        mixed.load(states[since + 30])
+        found.append(mixed.train(since + 31) == expected)
     return [*found, not alike(digest(states[40][0])), alike(digest(states[first + 24][0]))]
 
 
