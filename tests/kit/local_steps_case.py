@@ -500,7 +500,7 @@ def chosen_by_words(words: float) -> None:
     """Leaves `auto` one way to average, whose bits depend on no plan, and has words alone decide whether ranks train alone."""
 
     def of(self: Candidates, number: int) -> list[Candidate]:
-        return [next(each for each in whole(self, number) if each.label == "all-reduce, 1 groups")]
+        return [next(each for each in whole(self, number) if [group.way for group in each.groups] == ["plain"])]
 
     whole = Candidates.of
     patch.object(Candidates, "of", of).start()
