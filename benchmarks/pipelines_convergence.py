@@ -36,6 +36,7 @@ ROWS: dict[str, Any] = {
     **{path.stem.removeprefix("pipeline_"): path for path in sorted(CONFIGS.glob("pipeline_*.yaml"))},
     "topk 1 %, buckets": [TOPK],
     "topk 1 %, cupcake": [{**TOPK, "fusion": "cupcake"}],
+    "ring8": [{"params": "*", "sync": "ring8"}],
 }
 MOMENTUM = {"dgc_cupcake": 0.0}  # it has its own
 SHORTENED = {"warmup_steps": 50}  # of dgc: the configuration's 500 are longer than this training

@@ -7,7 +7,9 @@
 
 A step has the same loss on any link, so each way trains once per seed, on links without a limit, and a few of its steps are timed at each
 rate; the report puts both together. Finished cells are kept in a file, and used again while code, configuration, torch and Python stay the
-same, and, where seconds are measured, the machine. The text is the source of Python's standard library.
+same, and, where seconds are measured, the machine. With ``--also COMMIT`` the cells that were measured at that commit count too, but for
+those of ``auto``, though the code has changed since: the report names them, and their first losses are computed again. The text is the
+source of Python's standard library.
 """
 
 from __future__ import annotations
@@ -52,7 +54,9 @@ from pipelines_models import CONTEXT, GPT_BATCH
 from sparse_sync import run_hosts
 
 CONFIGS = HERE.parent / "configs"
-BASE, AUTO = "DDP fp32", "auto"
+BASE, AUTO, TO_LOSS = "DDP fp32", "auto", "auto, quality: loss"
+TRAINED_AS = {"bf16": "DDP bf16", "ring8": "ring8", "DiLoCo": "DiLoCo"}  # plan of `auto` -> the row that has its losses; else `BASE`
+AGAIN = 30  # losses of a kept cell that are computed again
 ROWS: dict[str, dict[str, Any]] = {
     BASE: {"hook": "none"},
     "DDP bf16": {"hook": "bf16"},
@@ -63,6 +67,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "SparseLoCo": {"pipeline": str(CONFIGS / "pipeline_sparseloco.yaml")},
     "ring8": {"pipeline": [{"params": "*", "sync": "ring8"}]},
     AUTO: {"pipeline": str(CONFIGS / "pipeline_auto.yaml")},
+    TO_LOSS: {"pipeline": [{"params": "*", "fusion": "auto", "quality": "loss"}]},
 }
 PARTS = ("losses", "seconds", "report")
 CHECKED = "SparseLoCo", "200mbit"  # the cell that is run from end to end as well
@@ -70,7 +75,7 @@ STEPS = 150
 TIMEOUT = 7200.0
 NEAR = 1.02  # times DDP's loss: the target
 QUIET = 0.1  # of the machine that other programs may take while steps are timed
-COLOURS = ("#000000", "#888888", "#937860", "#55a868", "#8172b3", "#c44e52", "#dd8452", "#4c72b0", "#da8bc3")
+COLOURS = ("#000000", "#888888", "#937860", "#55a868", "#8172b3", "#c44e52", "#dd8452", "#4c72b0", "#da8bc3", "#ccb974")
 WIDTH, HEIGHT, GAP = 420, 280, 70
 
 Losses = Mapping[str, Sequence[Sequence[float]]]  # by row, of each seed
@@ -80,28 +85,40 @@ Visits = Mapping[str, Mapping[str, Sequence[Mapping[str, Any]]]]  # by rate and 
 class Cells:
     """The measured cells, in a file with a line of JSON for each; an interrupted program goes on with the next one.
 
+    Args:
+        also: a commit whose cells count though the code has changed since.
+
     Attributes:
         commits: by which the cells that were asked for have been measured.
+        older: rows that have such cells.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, also: str | None = None) -> None:
         self._path = path
         text = path.read_bytes() if path.exists() else b""
         whole = text[: text.rfind(b"\n") + 1]  # of a line whose writer was killed, only a part may be there
         if len(whole) < len(text):
             os.truncate(path, len(whole))
         self._known: dict[str, dict[str, Any]] = {json.dumps(line["about"]): line for line in map(json.loads, whole.splitlines())}
-        self.commits: set[str] = set()
+        lines = [line for line in self._known.values() if line["commit"] == also and line["about"]["row"] not in (AUTO, TO_LOSS)]
+        self._older = {_but_code(line["about"]): line for line in lines}
+        self.commits, self.older = set[str](), set[str]()
 
     def measured(self, about: Mapping[str, Any], measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The cell, from the file if it has been measured with the same code."""
-        if (line := self._known.get(json.dumps(about))) is None:
+        if (line := self._known.get(json.dumps(about))) is None and (line := self._older.get(_but_code(about))) is not None:
+            self.older.add(about["row"])
+        if line is None:
             line = self._known[json.dumps(about)] = {"about": about, "commit": revision(), "found": measure()}
             with self._path.open("a") as file:
                 file.write(json.dumps(line) + "\n")
         self.commits.add(line["commit"])
         found: dict[str, Any] = line["found"]
         return found
+
+
+def _but_code(about: Mapping[str, Any]) -> str:
+    return json.dumps({name: value for name, value in about.items() if name != "code"})
 
 
 def about(part: str, row: str, hosts: int, **job: Any) -> dict[str, Any]:
@@ -148,7 +165,7 @@ def run(hosts: int, rate: str | None, row: str, **job: Any) -> dict[str, Any]:
 
 def described(row: str) -> dict[str, Any]:
     rules = load_rules(ROWS[row].get("pipeline"))
-    return {"name": row, "every": max((rule.every or 0 for rule in rules), default=0), **ROWS[row]}
+    return {"name": row, "every": max((rule.apart.every or 0 for rule in rules), default=0), **ROWS[row]}
 
 
 # -- the parts
@@ -156,7 +173,7 @@ def described(row: str) -> dict[str, Any]:
 
 def trainings(cells: Cells, options: argparse.Namespace) -> dict[str, list[list[float]]]:
     """The loss of each step, by row and seed; ``auto`` is trained as what it chooses, which depends on the links."""
-    found: dict[str, list[list[float]]] = {row: [] for row in options.rows if row != AUTO}
+    found: dict[str, list[list[float]]] = {row: [] for row in options.rows if row not in (AUTO, TO_LOSS)}
     for seed, row in itertools.product(range(options.seeds), found):
         cell = about("losses", row, options.hosts, seed=seed, steps=options.steps)
         found[row].append(cells.measured(cell, partial(run, options.hosts, None, row, learn=options.steps, seed=seed))["losses"])
@@ -191,10 +208,10 @@ def checked(cells: Cells, options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def trained_as(row: str, visits: Sequence[Mapping[str, Any]]) -> str:
-    """The row that has its losses: of ``auto``, the all-reduce that it has chosen."""
-    if row != AUTO:
+    """The row that has its losses: of ``auto``, the one that it has chosen."""
+    if row not in (AUTO, TO_LOSS):
         return row
-    return "DDP bf16" if visits[0]["plan"].startswith("bf16") else BASE
+    return next((other for plan, other in TRAINED_AS.items() if visits[0]["plan"].startswith(plan)), BASE)
 
 
 def steps_to(target: float, losses: Sequence[float]) -> int | None:
@@ -224,12 +241,29 @@ def times(losses: Losses, seconds: Visits) -> dict[str, dict[str, list[float | N
     }
 
 
+def again(cells: Cells, losses: Losses, options: argparse.Namespace) -> dict[str, bool]:
+    """By row whose cells are of older code, whether the present one gives the same first losses, bit for bit."""
+    found = {}
+    for row in sorted(cells.older):
+        cell = about("again", row, options.hosts, steps=AGAIN)
+        now = cells.measured(cell, partial(run, options.hosts, None, row, learn=AGAIN, seed=0))["losses"]
+        found[row] = now == losses[row][0][:AGAIN]
+    return found
+
+
+def kept(found: Mapping[str, bool], also: str) -> str:
+    odd = [row for row, is_same in found.items() if not is_same]
+    said = f"BUT THE FIRST LOSSES OF {', '.join(odd)} ARE OTHERS NOW" if odd else "the present code has the same first losses, bit for bit"
+    cells = f"Cells of {', '.join(found)} are those of {also}, by code that has changed since (`git diff {also}`)"
+    return f"{cells}; {said} ({AGAIN} steps, seed 0)."
+
+
 def report(losses: Losses, seconds: Visits, check: Mapping[str, Any] | None, commits: Iterable[str], options: argparse.Namespace) -> str:
     found, tokens = times(losses, seconds), options.hosts * GPT_BATCH * CONTEXT
     parts = [
         f"{options.hosts} hosts, AdamW at 1e-3, {tokens} words a step, {options.steps} steps. The target is {NEAR} times the loss that "
         f"{BASE} of the same seed has after {2 * options.steps // 3} steps. Losses are means of 20 steps and all ranks; they were computed "
-        "on links without a limit, while other programs may have run, and `auto` has those of the all-reduce that it chose at the rate. "
+        "on links without a limit, while other programs may have run, and `auto` has those of the row that it chose at the rate. "
         "Seconds are the steps to the target times the median seconds of a step at that rate, measured apart, local steps in whole "
         "periods, the cells in an order that was drawn; intervals are of the median (95 %). *Others* is the largest share of the machine "
         "that other programs took meanwhile. Processors are shared by all hosts, so computing takes longer than on hosts of their own. "
@@ -266,28 +300,36 @@ def report(losses: Losses, seconds: Visits, check: Mapping[str, Any] | None, com
             [
                 row,
                 spread(interval(seconds_of(visits)), 3),
-                "-" if (sent := visits[0]["sent_bytes"]) is None else f"{sent / max(1, described(row)['every']) / 1e6:.2f}",
+                "-" if (sent := visits[0]["sent_bytes"]) is None else f"{sent / _period(row, visits) / 1e6:.2f}",
                 " / ".join(dict.fromkeys(visit["plan"] or "-" for visit in visits)),
+                f"{max(visit['choosing'] for visit in visits):.0f}" if row in (AUTO, TO_LOSS) else "-",
                 f"{max(visit['foreign'] for visit in visits):.0%}",
                 ", ".join("not reached" if each is None else f"{each:.0f}" for each in found[rate][row]),
             ]
             for row, visits in rows.items()
         ]
-        parts += [f"## {rate}", table(["row", "s per step", "MB per step and rank", "plan", "others", "s to the target, by seed"], cells)]
+        head = ["row", "s per step", "MB per step and rank", "plan", "s to choose", "others", "s to the target, by seed"]
+        parts += [f"## {rate}", table(head, cells)]
     return "\n\n".join(parts)
 
 
-def ratios(losses: Losses, seconds: Visits) -> dict[str, float | None]:
-    """For each rate DDP's time to the target over the best row's, and auto's over the best; None: not reached or not there.
+def _period(row: str, visits: Sequence[Mapping[str, Any]]) -> int:
+    """Steps of which one sends something."""
+    return int(max(1, described(trained_as(row, visits))["every"]))
 
-    The last is told twice: over all rows, and over those whose ranks are alike in each step, as auto's are.
+
+def ratios(losses: Losses, seconds: Visits) -> dict[str, float | None]:
+    """For each rate DDP's time to the target over the best row's, and those of both rows of auto; None: not reached or not there.
+
+    That of ``quality: loss`` is over the best of all rows, the other one over the best of those that train as DDP does.
     """
+    alike = {BASE, *TRAINED_AS.values(), "Zen on embeddings"} - {"DiLoCo"}
     out: dict[str, float | None] = {}
     for rate, rows in times(losses, seconds).items():
         reached = {row: statistics.fmean(each) for row, each in rows.items() if None not in each}  # type: ignore[arg-type]
-        best = min(reached.values(), default=None)
-        alike = min((value for row, value in reached.items() if not described(row)["every"]), default=None)
-        pairs = {"ddp_over_best": (BASE, best), "auto_over_best": (AUTO, best), "auto_over_best_alike": (AUTO, alike)}
+        others = {row: value for row, value in reached.items() if row not in (AUTO, TO_LOSS)}
+        best, best_alike = min(others.values(), default=None), min((others[row] for row in alike & others.keys()), default=None)
+        pairs = {"ddp_over_best": (BASE, best), "auto_to_loss_over_best": (TO_LOSS, best), "auto_over_best_alike": (AUTO, best_alike)}
         for name, (row, bottom) in pairs.items():
             out[f"{name}_{rate}"] = round(reached[row] / bottom, 3) if row in reached and bottom else None
     return out
@@ -343,6 +385,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="times that steps are timed in each visit")
     parser.add_argument("--patience", type=float, default=600.0, help="seconds to wait for a quiet machine before each visit")
     parser.add_argument("--cells", type=Path, default=RESULTS / "pipelines-gpt.jsonl", help="the file that keeps what has been measured")
+    parser.add_argument("--also", metavar="COMMIT", help="whose cells count though the code has changed since, but for auto's")
     parser.add_argument("--quick", action="store_true", help="two hosts, two ways, one rate, eight steps; nothing is kept")
     options = parser.parse_args()
     if odd := set(options.parts) - set(PARTS):
@@ -355,8 +398,9 @@ def main() -> None:
             options.rows, options.rates, options.hosts = [BASE, "ring8"], ["1gbit"], 2
             options.seeds, options.steps, options.visits, options.rounds, options.patience = 1, 8, 1, 1, 0.0
             options.cells = Path(folder, "cells.jsonl")
-        options.rows = [row for row in ROWS if row in {BASE, "DDP bf16" if AUTO in options.rows else BASE, *options.rows}]
-        cells, parts = Cells(options.cells), options.parts or PARTS
+        like = TRAINED_AS.values() if {AUTO, TO_LOSS} & {*options.rows} else ()
+        options.rows = [row for row in ROWS if row in {BASE, *like, *options.rows}]
+        cells, parts = Cells(options.cells, options.also), options.parts or PARTS
         if "losses" in parts:
             trainings(cells, options)
         if "seconds" in parts:
@@ -368,7 +412,9 @@ def main() -> None:
 def finish(cells: Cells, options: argparse.Namespace) -> None:
     """Measures what is still missing, and puts everything together."""
     losses, seconds, check = trainings(cells, options), timings(cells, options), checked(cells, options)
+    checks = kept(again(cells, losses, options), options.also) if cells.older else None
     text = report(losses, seconds, check, cells.commits, options)
+    text = f"{text}\n\n{checks}" if checks is not None else text
     print(text)
     if not options.quick:
         path = write_report("pipelines-gpt", "A GPT over four slow links", text, versions(["torch", "gemini-ft"]))

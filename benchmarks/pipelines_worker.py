@@ -46,6 +46,7 @@ class Row:
     exchanged: float | None = None  # the same, measured on rank 0
     sent_bytes: int | None = None
     losses: list[float] = field(default_factory=list)  # mean over ranks, by step
+    choosing: float = 0.0  # seconds from the first step until the plan was final
     foreign: float = 0.0  # share of the machine that other programs took while it was timed
 
 
@@ -115,10 +116,12 @@ def timed(steps: Callable[[], object], count: int) -> float:
 
 
 def measure(job: dict[str, Any]) -> list[Row]:
-    trainers, steps = {}, {}
+    trainers, steps, choosing = {}, {}, {}
     for row in job["rows"]:
         trainers[row["name"]] = Trainer(job["model"], row)
+        begin = time.perf_counter()
         trainers[row["name"]].settle()
+        choosing[row["name"]] = slowest(time.perf_counter() - begin)
         steps[row["name"]] = row.get("every") or min(MOST_STEPS, 1 + int(VISIT / timed(trainers[row["name"]].step, 1)))
     rounds: dict[str, list[float]] = {name: [] for name in trainers}
     exchanged: dict[str, list[float]] = {name: [] for name in trainers}
@@ -128,7 +131,8 @@ def measure(job: dict[str, Any]) -> list[Row]:
             trainer.step()
             rounds[name].append(timed(partial(_noted, trainer, exchanged[name]), steps[name]))
     foreign = Usage.now(job.get("mark", "")).foreign_since(before)
-    return [replace(_row(name, trainer, rounds[name], exchanged[name]), foreign=foreign) for name, trainer in trainers.items()]
+    found = [_row(name, trainer, rounds[name], exchanged[name]) for name, trainer in trainers.items()]
+    return [replace(row, foreign=foreign, choosing=choosing[row.name]) for row in found]
 
 
 def _noted(trainer: Trainer, exchanged: list[float]) -> None:

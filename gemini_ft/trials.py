@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +14,9 @@ _UNKNOWN = 1e9  # seconds of a way whose every step has been interrupted
 class TrialRules:
     """The rules by which a trial goes on."""
 
-    visit: int  # steps that one way is tried in a row; the first of them, which finds cold caches, is not counted
+    visit: int  # steps that one way is tried in a row; the first of several, which finds cold caches, is not counted
     rounds: int  # visits of a way that is not slower than others
+    enough: float = math.inf  # seconds of all counted steps from which on no other round begins
     slower: Mapping[int, float]  # round -> multiple of the best median above which a way drops out after that round
 
 
@@ -40,8 +42,10 @@ class Trial:
 
     def note(self, terms: TrialRules, seconds: float | None) -> bool:
         """Records a step, None if it was interrupted; returns whether a round is over: then `judge` is due."""
+        if terms.visit == 1 and seconds is None:
+            return False
         self.steps += 1
-        if self.steps > 1 and seconds is not None:
+        if seconds is not None and (self.steps > 1 or terms.visit == 1):
             self.seconds[self.current].append(seconds)
         if self.steps < terms.visit:
             return False
@@ -55,10 +59,15 @@ class Trial:
         """Typical seconds of each way."""
         return [statistics.median(each or [_UNKNOWN]) for each in self.seconds]
 
-    def judge(self, terms: TrialRules, medians: Sequence[float]) -> int | None:
-        """Lets the slower ways drop out; returns the fastest one once the trial is over. ``medians``: agreed on by all ranks."""
+    @property
+    def spent(self) -> float:
+        """Seconds of all counted steps."""
+        return math.fsum(map(math.fsum, self.seconds))
+
+    def judge(self, terms: TrialRules, medians: Sequence[float], spent: float = 0.0) -> int | None:
+        """Lets the slower ways drop out; returns the fastest one once the trial is over. All ranks agree on what is given."""
         if (limit := terms.slower.get(self.round)) is not None:
             best = min(medians[way] for way in self.left)
             self.left = [way for way in self.left if medians[way] <= limit * best]
-        is_over = self.round == terms.rounds or len(self.left) == 1
+        is_over = self.round == terms.rounds or len(self.left) == 1 or spent >= terms.enough
         return min(self.left, key=medians.__getitem__) if is_over else None

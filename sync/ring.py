@@ -55,6 +55,10 @@ class EncodedRing(Scheme):
                 message = exchange.shift(message, to, source)
         return parts.view(-1)[: flat.numel()]
 
+    def recoded(self, part: torch.Tensor) -> torch.Tensor:
+        """A part, float32 (n,), as the next rank has it: encoded and decoded."""
+        return self._decoded(wire.payload(self._encoded(part)), torch.empty_like(part))
+
     @abstractmethod
     def _encoded(self, part: torch.Tensor) -> torch.Tensor:
         """A message with the values of a part, float32 (n,)."""

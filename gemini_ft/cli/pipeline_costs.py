@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from gemini_ft.cli.pipeline_advice import SOURCE, shown, verdict, ways
+from gemini_ft.cli.pipeline_advice import shown, verdict, ways
 from gemini_ft.compression.base import FlatLayout, Primitive, layout_of
 from gemini_ft.compression.sparse import kept
 from gemini_ft.core.words import table
 from gemini_ft.errors import ConfigError
 from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, first_plan, rule_at, trained
+from gemini_ft.pipeline.qualities import ACCURACY, WORDS
 from gemini_ft.pipeline.rules import Compression, Rule, Rules, load_rules
 from gemini_ft.sync.costs import Link, fpisa, switched, switchml, textbook
 from gemini_ft.sync.ring import Ring8
@@ -236,7 +237,7 @@ def show(options: argparse.Namespace) -> None:
 
     others = ways(model, costs, options.step, options.ranks)
     if options.json:
-        advice = {"ways": [asdict(way) for way in others], "verdict": verdict(others, options.step), "source": SOURCE}
+        advice = {"ways": [asdict(way) for way in others], "verdict": verdict(others, options.step), "sources": [ACCURACY, WORDS]}
         print(json.dumps({**asdict(description), "advice": advice}, indent=2))
     else:
         print(f"{_shown(description)}\n\n{shown(others, options.step)}")

@@ -63,6 +63,8 @@ class EngineGradients(BodyWithOuter):
     def __init__(self, engine: Any, pipeline: Any) -> None:
         rules = load_rules(pipeline)
         _refuse(_unsupported_engine(engine))
+        goal = "quality: loss may have ranks train alone, which DDP and plain loops can begin in between, and no engine: leave it out"
+        _refuse((rule.quality == "loss", f"{rule}: {goal}, or give every") for rule in rules)
         tensors = assign(engine.module, rules)
         local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local]
         if local:

@@ -48,6 +48,7 @@ class Averager:
 
     Attributes:
         step: steps that are over, the same on all ranks.
+        computing: seconds of the last one without averages that were waited for; 0: not known.
     """
 
     def __init__(self, tensors: Sequence[Described], rules: Rules, group: Any, control: Any, device: torch.device) -> None:
@@ -59,7 +60,7 @@ class Averager:
         self.plan = first_plan(tensors, rules)
         self.telemetry = Telemetry(rules)
         self.controls = Controls(rules, tensors, self.world)
-        self.step = 0
+        self.step, self.computing = 0, 0.0
         self.rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device, self._broken)
         self._failures = Failures(group, control, dist.get_process_group_ranks(control) if control is not None else ())
@@ -172,8 +173,8 @@ class Averager:
         seconds = last - begun if begun is not None and self._jobs else 0.0
         self.telemetry.add(self.step, seconds, blocked, [(group, job.figures) for group, job in self._jobs])
         now = time.perf_counter()
-        computing = max(0.0, now - self._ended_at - blocked) if self._ended_at is not None else 0.0
-        self.controls.note([(group, job.figures) for group, job in self._jobs], computing)
+        self.computing = max(0.0, now - self._ended_at - blocked) if self._ended_at is not None else 0.0
+        self.controls.note([(group, job.figures) for group, job in self._jobs], self.computing)
         self._ended_at = now
         self._forget_step()
         self.step += 1

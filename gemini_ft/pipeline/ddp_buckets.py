@@ -71,7 +71,7 @@ class DdpBuckets:
         names = [self._synchronizer.name_of(param) for param in bucket.parameters()]
         if self._synchronizer.lets_ranks_differ:
             self._check_inputs()
-            if not self._ours:
+            if not self._averager.tensors:
                 self._synchronizer.trained_alone(names)
                 return _answered(bucket.buffer())
         if any(self._averager.has(name) for name in names):  # of the backward pass before
@@ -83,6 +83,9 @@ class DdpBuckets:
         if self._synchronizer.discards_all:
             return _answered(bucket.buffer())
         self._synchronizer.backward_over()
+        if not self._averager.tensors:  # ranks train alone from here on
+            self._synchronizer.trained_alone(names)
+            return _answered(bucket.buffer())
         self._synchronizer.warn_of_left(names)
         gradients = dict(zip(names, _views(bucket), strict=True))
         waiting = _Bucket(bucket.buffer(), len(names), self._waiting.discard)

@@ -21,6 +21,7 @@ from gemini_ft.pipeline.plan import Tensor
 from gemini_ft.pipeline.routes import Gradients, Route, of_all_ranks
 
 _ROUNDS = 3  # that are counted, after one that is not
+_LONG = 0.25  # seconds of one exchange from which on one round says enough, and larger groups nothing new
 _LARGEST = 16 * 2**20  # dense bytes of the groups that are tried; larger ones are extrapolated
 _LINE = 0.1  # worst relative error up to which a line is good enough
 _KEPT = 16  # newest steps whose ready times are kept
@@ -59,9 +60,13 @@ def measure(make: Callable[[], Route], tensors: Sequence[Tensor], group: Any, de
     found = []
     for run in _runs(tensors):
         gradients = _gradients(run, device)
-        times = [_timed(make(), gradients, group, device) for _ in range(1 + _ROUNDS)][1:]
+        times = [_timed(make(), gradients, group, device)]
+        if is_short := sum(slowest(times[0], group)) < _LONG:
+            times = [_timed(make(), gradients, group, device) for _ in range(_ROUNDS)]
         typical = [statistics.median(each) for each in zip(*times, strict=True)]
         found.append((_nbytes(run), slowest([max(each, 1e-9) for each in typical], group)))
+        if not is_short and found[0][0] < found[-1][0]:
+            break
     encode, communicate, decode = ([Sample(nbytes=nbytes, seconds=times[stage]) for nbytes, times in found] for stage in range(3))
     return Costs(encode=fitted(encode), communicate=fitted(communicate), decode=fitted(decode))
 

@@ -378,7 +378,7 @@ class BodyWithOuter(Body):
     @property
     def lets_ranks_differ(self) -> bool:
         """Whether parameters and optimizer state are each rank's own between two averages."""
-        return self._outer is not None
+        return self._outer is not None or any(rule.quality == "loss" for rule in self.averager.rules)
 
     @property
     def is_elastic(self) -> bool:
@@ -388,7 +388,7 @@ class BodyWithOuter(Body):
         """
         rules = self.averager.rules
         return self._outer is not None and not any(
-            rule.within or (rule.compress and (rule.compress.two_phase or rule.delay)) for rule in rules
+            rule.within or rule.quality == "loss" or (rule.compress and (rule.compress.two_phase or rule.delay)) for rule in rules
         )
 
     def state_dict(self) -> dict[str, Any]:

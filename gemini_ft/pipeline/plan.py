@@ -118,7 +118,8 @@ def _groups(number: int, rule: Rule, tensors: Sequence[Tensor]) -> list[Group]:
     alone = [Group(number, (tensor.name,), "rule" if rule.is_sparse else "sparse") for tensor in sparse]
     if rule.is_sparse and rule.compress is None:
         return alone + [Group(number, (tensor.name,)) for tensor in dense]
-    return alone + grouped(number, dense, fallback(dense, rule.fusion)) if dense else alone
+    way = "bf16" if rule.fusion == "auto" and rule.is_plain and rule.compress is None else "rule"  # until it is known which one is best
+    return alone + grouped(number, dense, fallback(dense, rule.fusion), way) if dense else alone
 
 
 def grouped(number: int, tensors: Sequence[Tensor], grouping: Grouping, way: str = "rule") -> list[Group]:
@@ -189,13 +190,14 @@ def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
     Raises:
         ConfigError: some are, or a loss scaler would have ranks skip updates apart.
     """
+    rules = tuple(rule.apart for rule in rules)
     alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
     if len({rule.within for rule in rules if rule.is_local}) > 1:
         raise ConfigError("a rule has within: host, and another one has every without it: give it to all of them, or to none")
     if alone and (others := [tensor.name for tensor in tensors if tensor.name not in alone]):
         raise ConfigError(
-            f"a rule has every, and {others[0]} is trained by none such: ranks would clip, scale and skip what they average in each step "
-            "by gradients of their own. Give all rules every, and the last one params: '*'"
+            f"a rule has every, or quality: loss, and {others[0]} is trained by none such: ranks would clip, scale and skip what they "
+            "average in each step by gradients of their own. Give all rules the same of these, and the last one params: '*'"
         )
     if alone and scaler is not None and scaler.is_enabled():
         raise ConfigError(
@@ -226,7 +228,7 @@ def _sparse(model: nn.Module) -> set[str]:
 
 def _check_parameter(number: int, rule: Rule, name: str, param: nn.Parameter, sparse: bool) -> None:
     what, way_out = f"gradient_pipeline: rule {number + 1} ({rule})", "put a rule for it without compress before this one"
-    if rule.is_local and param.dtype.is_complex:
+    if rule.apart.is_local and param.dtype.is_complex:
         raise ConfigError(
             f"{what} would have ranks move {name} alone, which is {param.dtype}: put a rule for it without every before this one"
         )

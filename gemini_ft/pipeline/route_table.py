@@ -21,13 +21,14 @@ from gemini_ft.pipeline.rules import Rule, Rules, payload_of_one_length
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.builtin import Dense
+from gemini_ft.sync.ring import Ring8
 
 
 class Routes:
     """The routes of all rules, made when they are needed.
 
-    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16, as torch does it), "sparse"
-    (all-reduce of gradients that are sparse tensors), and the options of Espresso (`option_way`).
+    Besides a rule's own there are other ways: "plain" (all-reduce), "bf16" (all-reduce in bfloat16, as torch does it), "ring8" (that ring,
+    with no option given), "sparse" (all-reduce of gradients that are sparse tensors), and the options of Espresso (`option_way`).
     """
 
     def __init__(self, rules: Rules, group: Any) -> None:
@@ -52,6 +53,8 @@ class Routes:
                 return Plain()
             case "bf16":
                 return Plain(torch.bfloat16)
+            case "ring8":
+                return Plain(scheme=Ring8())
             case "sparse":
                 return Sparse(Dense)
             case _:
@@ -74,7 +77,9 @@ class Routes:
         kind, _, number = way.partition(" ")
         known = _all_options()
         if kind != "option" or not number.isdigit() or int(number) >= len(known) or rule.compress is None:
-            raise ValueError(f"way {way!r} of a rule with {rule}: must be rule, plain, bf16, sparse, or an option up to {len(known) - 1}")
+            raise ValueError(
+                f"way {way!r} of a rule with {rule}: must be rule, plain, bf16, ring8, sparse, or an option up to {len(known) - 1}"
+            )
         reducer = rule.compress.make()
         inner = payload_of_one_length(reducer)
         assert inner is not None

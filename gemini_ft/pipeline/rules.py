@@ -34,6 +34,7 @@ from gemini_ft.compression.methods import COMPRESSORS, METHOD_OPTIONS, METHODS, 
 from gemini_ft.compression.sparse import Sparsifier, WithRatio
 from gemini_ft.config import Bytes, load_config, read_options
 from gemini_ft.errors import ConfigError
+from gemini_ft.pipeline.qualities import LOCAL, WAYS
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.base import Scheme
 from gemini_ft.sync.hierarchical import Hierarchical
@@ -176,8 +177,9 @@ class Rule(_RuleModel):
         DEFAULT_FUSION,
         description="Which gradients travel together: layer-wise, {bucket: 25MB}, {groups: 4}, or planned by cupcake, espresso, or auto.",
     )
-    quality: Literal["equal", "any"] = Field(
-        "equal", description="What fusion auto chooses among: equal, all-reduces in the gradients' dtype and in 16 bits; any, compress too."
+    quality: Literal["equal", "any", "loss"] = Field(
+        "equal",
+        description="What fusion auto chooses among: equal, what trains alike; any, compress too; loss, DiLoCo too, by seconds to a loss.",
     )
     control: Annotated[Control | None, _named("method")] = Field(
         None, description="Whether the ratio of compress follows the network: dc2; default: it stays."
@@ -248,6 +250,11 @@ class Rule(_RuleModel):
                 f"fusion auto chooses by seconds, and {lossy} does not train as all-reduce does: leave it out, take another fusion, "
                 "or add quality: any once you have compared the loss with that method and your optimizer"
             )
+        if self.quality == "loss" and not (self.is_plain and self.fusion == "auto"):
+            raise ValueError(
+                "quality loss has fusion auto choose DiLoCo, or what trains alike: give it fusion: auto, without sync, and without "
+                "compress but for fp16 and bf16"
+            )
         if self.quality == "any" and not (lossy and self.fusion == "auto"):
             raise ValueError("quality any lets fusion auto choose the method of compress, or ring8: give both, or leave quality out")
 
@@ -280,6 +287,11 @@ class Rule(_RuleModel):
     def is_local(self) -> bool:
         """Whether ranks make steps alone."""
         return self.every is not None
+
+    @property
+    def apart(self) -> Rule:
+        """The rule by which ranks train alone where quality loss has chosen that; any other rule as it is."""
+        return Rule.model_validate({"params": self.params, **WAYS[LOCAL].rule}) if self.quality == "loss" else self
 
     @property
     def is_plain(self) -> bool:

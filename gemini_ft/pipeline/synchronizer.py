@@ -35,7 +35,8 @@ from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.host_groups import host_groups, hosts_of
 from gemini_ft.pipeline.measuring import ModelHook
 from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
-from gemini_ft.pipeline.plan import NO_RULE, Tensor, assign, check_local, nothing, trained
+from gemini_ft.pipeline.plan import NO_RULE, Plan, Tensor, assign, check_local, nothing, trained
+from gemini_ft.pipeline.qualities import LOCAL
 from gemini_ft.pipeline.routes import of_all_ranks
 from gemini_ft.pipeline.rules import Rules, check_world, load_rules
 from gemini_ft.state.gradients import announce, synchronizers, withdraw
@@ -114,6 +115,7 @@ class GradientSynchronizer(BodyWithOuter):
         parameters = trained(model)
         device = next(iter(parameters.values())).device
         # Before the hooks of `ReadyTimes`.
+        self._averaging: list[Any] = []  # hooks of gradients
         self._handles: list[Any] = [
             model.register_forward_pre_hook(ModelHook(self._forward_begins)),
             unwrap_model(model).register_forward_pre_hook(ModelHook(self._check_wrapper)),
@@ -121,6 +123,7 @@ class GradientSynchronizer(BodyWithOuter):
         # The training thread asks in a group of its own: other ranks may be waiting in theirs for gradients that this rank lacks.
         self._of_all = own_group(ranks, group, "gloo") if own is not None else None
         together, control, apart = own, self._of_all, own
+        self._tensors, self._together = tensors, own
         if tensors and local:
             groups = host_groups(ranks, hosts, group)
             together, control = groups.host, groups.control
@@ -136,18 +139,58 @@ class GradientSynchronizer(BodyWithOuter):
             ddp.register_comm_hook(self._buckets, communication_hook)
         else:
             self._model = model
-            averaged = parameters.values() if tensors else []
-            self._handles += [param.register_post_accumulate_grad_hook(self._ready) for param in averaged]  # type: ignore[no-untyped-call]
+            self._watch_gradients(parameters.values() if tensors else [])
             if own is not None:
                 with torch.no_grad():
                     for tensor in (*model.parameters(), *model.buffers()):
                         dist.broadcast(tensor.detach(), group=own, group_src=0)
         if local:
-            self._outer = self._outer_steps(local, apart, hosts)
+            self._outer = self._outer_steps(local, rules, apart, hosts)
         announce(self, parameters.values())
         close_with(self)
 
-    def _outer_steps(self, tensors: Sequence[Tensor], apart: Any, hosts: Sequence[int]) -> OuterSteps:
+    def _watch_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._averaging = [param.register_post_accumulate_grad_hook(self._ready) for param in parameters]  # type: ignore[no-untyped-call]
+
+    def _tune(self) -> None:
+        super()._tune()
+        if self._tuner.apart is not None and self._outer is None:
+            self._go_apart()
+
+    def _go_apart(self) -> None:
+        """Has ranks train alone, by the rules that ``quality: loss`` has for that. Collective, between two steps."""
+        self._drift.check()
+        for handle in self._averaging:
+            handle.remove()
+        rules = self.averager.rules
+        self.averager.tensors, self.averager.plan = [], Plan((), dict.fromkeys(range(len(rules)), LOCAL), {})
+        self._outer = self._outer_steps(self._tensors, tuple(rule.apart for rule in rules), self._together, [])
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state_dict`; see `Body.load_state_dict`."""
+        if any(rule.quality == "loss" for rule in self.averager.rules):
+            with self._explaining():
+                self._train_as_in(state)
+        super().load_state_dict(state)
+
+    def _train_as_in(self, state: Mapping[str, Any]) -> None:
+        """Has ranks train alone, or together again, as those of a state of the same rules did, if all have such a one. Collective."""
+        is_ours = state["averager"]["rules"] == [rule.pack() for rule in self.averager.rules]
+        alone = of_all_ranks("outer" in state if is_ours else None, self._together)
+        if alone != [self._outer is None] * len(alone):
+            return
+        self._settle()
+        self._drift.drop()
+        self._end_pending()
+        if self._outer is None:
+            self._go_apart()
+            return
+        self._outer.close()
+        self._outer, self.averager.tensors = None, self._tensors
+        if not self.is_ddp:
+            self._watch_gradients(self._parameters.values())
+
+    def _outer_steps(self, tensors: Sequence[Tensor], rules: Rules, apart: Any, hosts: Sequence[int]) -> OuterSteps:
         model = self.ddp if self.is_ddp else self._model
         assert model is not None
         if self.is_ddp and self._of_all is not None and model.broadcast_buffers and next(model.buffers(), None) is not None:
@@ -158,7 +201,7 @@ class GradientSynchronizer(BodyWithOuter):
             model,
             {tensor.name: self._parameters[tensor.name] for tensor in tensors},
             tensors,
-            self.averager.rules,
+            rules,
             group=apart,  # which nothing else uses
             control=self._of_all,
             device=next(iter(self._parameters.values())).device,
@@ -403,7 +446,7 @@ class GradientSynchronizer(BodyWithOuter):
 
     def close(self) -> None:
         """Removes all hooks from the model, and ends the threads."""
-        for handle in self._handles:
+        for handle in [*self._handles, *self._averaging]:
             handle.remove()
         super().close()
         withdraw(self)

@@ -3,16 +3,19 @@
 A rule with a planned fusion begins with buckets. After some steps the ready times of the gradients are known; then costs are
 measured, and the planners predict an iteration's time for each way in which the rule's gradients could be exchanged (`Candidates`). What
 is predicted to be close to the best is tried in real steps (`Tuner`), and the fastest stays. With ``auto`` all-reduce as it is and in
-bfloat16 are what is tried, and, with ``quality: any``, the rule's method: none is kept that is slower.
+bfloat16 are what is tried, and ring8, which trains as they do (`gemini_ft.pipeline.qualities`), and, with ``quality: any``, the rule's
+method: none is kept that is slower. Where steps are long, few candidates are tried, and none for long.
 """
 
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -38,6 +41,7 @@ from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.measuring import Costs, ReadyTimes, measure, slowest
 from gemini_ft.pipeline.plan import Group, Tensor, grouped, in_order
+from gemini_ft.pipeline.qualities import LOCAL, RING, WAYS
 from gemini_ft.pipeline.route_table import option_way
 from gemini_ft.pipeline.routes import Plain
 from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length
@@ -45,7 +49,10 @@ from gemini_ft.trials import Trial, TrialRules
 
 _log = logging.getLogger("gemini_ft")
 CLOSE = 2.0  # of the best predicted time, up to which a candidate is tried
-TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04})
+LONG = 1.0  # predicted seconds of the best candidate's step from which on a visit is one step, and few candidates are tried:
+FEW, NEAR = 4, 1.5  # so many, up to so many times the best predicted time
+WATCHED = 10.0  # seconds after which a plan is made, though fewer steps have been watched than were asked for
+TERMS = TrialRules(visit=3, rounds=16, slower={1: 1.25, 4: 1.08, 8: 1.04}, enough=40.0)
 _EVEN = (1, 4, 16)  # groups of about as many tensors each, that the planner's grouping is to beat
 
 
@@ -82,6 +89,7 @@ class Candidates:
     ) -> None:
         self._averager, self._device, self._tensors = averager, device, tensors
         self._forward, self._ready = forward, ready
+        self._measured: dict[tuple[int, str], Costs] = {}
 
     def of(self, number: int) -> list[Candidate]:
         """The candidates of one rule, the best predicted one first. Collective."""
@@ -95,7 +103,17 @@ class Candidates:
             found.append(self._by_espresso(number, own))
         if rule.fusion == "auto":
             found += self._by_cupcake(number, own, "plain", "all-reduce") + self._by_cupcake(number, own, "bf16", "bf16")
+            if WAYS[RING].is_alike and not rule.is_whole:
+                found += self._by_cupcake(number, own, "ring8", "ring8")
         return self._shared(sorted(found, key=lambda candidate: candidate.predicted))
+
+    def apart(self, number: int, computing: Sequence[float]) -> float:
+        """The seconds of a step of ranks that train alone: computing, and its share of an average in bfloat16. Collective."""
+        own = [tensor for tensor in self._tensors if tensor.rule == number]
+        costs, nbytes = self._costs(number, "bf16", own), sum(tensor.nbytes for tensor in own)
+        average = costs.encode.cost(nbytes) + costs.communicate.cost(nbytes) + costs.decode.cost(nbytes)
+        alone = statistics.median(computing or [self._forward + max(self._ready.values())])
+        return slowest([alone + average / (self._averager.rules[number].apart.every or 1)], self._averager.group)[0]
 
     def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str) -> list[Candidate]:
         """The planner's grouping, and the even ones that it is to beat: models do not know how threads get in each other's way."""
@@ -148,7 +166,10 @@ class Candidates:
         return (flat, flat) if flat is not None else (found[Scope.INTRA], found[Scope.INTER])
 
     def _costs(self, number: int, way: str, own: Sequence[Tensor]) -> Costs:
-        return measure(lambda: self._averager.routes.fresh(number, way), own, self._averager.group, self._device)
+        if (number, way) not in self._measured:
+            make = partial(self._averager.routes.fresh, number, way)
+            self._measured[number, way] = measure(make, own, self._averager.group, self._device)
+        return self._measured[number, way]
 
     def _backward(self, tensors: Sequence[Tensor]) -> Backward:
         at = [0.0, *(self._ready[tensor.name] for tensor in tensors)]
@@ -163,6 +184,23 @@ class Candidates:
         dist.broadcast_object_list(everything, group=self._averager.group, group_src=0)
         found: list[Candidate] = everything[0]
         return found
+
+
+def _are_long(candidates: Sequence[Candidate]) -> bool:
+    return min(candidate.predicted for candidate in candidates) >= LONG
+
+
+def _worth_trying(found: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that are predicted to come close to the first, and the best one in bfloat16; of long steps the best of each way."""
+    best: dict[str, Candidate] = {}
+    for each in found:
+        best.setdefault(each.groups[0].way, each)
+    limit = (NEAR if _are_long(found) else CLOSE) * found[0].predicted
+    close = [each for each in found if each.predicted <= limit or each is best.get("bf16")]
+    if not _are_long(found):
+        return close
+    others = [each for each in close if each is not best[each.groups[0].way]]
+    return [each for each in close if each not in others[max(0, FEW - len(close) + len(others)) :]]
 
 
 def processors(device: torch.device) -> tuple[Processor, ...]:
@@ -191,19 +229,25 @@ class _RuleTrial:
     rule: int
     candidates: list[Candidate]
     trial: Trial
+    apart: float | None = None  # predicted seconds of a step of ranks that train alone; None: they may not
+
+    @property
+    def terms(self) -> TrialRules:
+        return replace(TERMS, visit=1) if _are_long(self.candidates) else TERMS
 
     @property
     def current(self) -> Candidate:
         return self.candidates[self.trial.current]
 
     def pack(self) -> dict[str, Any]:
-        return {"rule": self.rule, "candidates": _CANDIDATES.dump_python(self.candidates, mode="json"), **asdict(self.trial)}
+        candidates = _CANDIDATES.dump_python(self.candidates, mode="json")
+        return {"rule": self.rule, "candidates": candidates, "apart": self.apart, **asdict(self.trial)}
 
     @classmethod
     def unpack(cls, packed: Mapping[str, Any]) -> _RuleTrial:
         given = deepcopy(dict(packed))
-        rule, candidates = given.pop("rule"), _CANDIDATES.validate_python(given.pop("candidates"))
-        return cls(rule, candidates, Trial(**given))
+        rule, candidates, apart = given.pop("rule"), _CANDIDATES.validate_python(given.pop("candidates")), given.pop("apart", None)
+        return cls(rule, candidates, Trial(**given), apart)
 
 
 class Tuner:
@@ -214,6 +258,7 @@ class Tuner:
 
     Attributes:
         settled: whether the plan stays as it is.
+        apart: predicted seconds of a step where ranks are to train alone from now on; None: they are not.
     """
 
     def __init__(self, averager: Averager, ready_times: ReadyTimes, profile_steps: int, device: torch.device) -> None:
@@ -222,17 +267,22 @@ class Tuner:
         self._rules = [number for number, rule in enumerate(averager.rules) if rule.fusion in PLANNED]
         self._count = 0
         self._trials: list[_RuleTrial] = []
+        self._begun = 0.0  # when the first step was over
         self._last: float | None = time.perf_counter()  # the end of the step before
+        self._computing: list[float] = []  # seconds of the steps that were watched, without averages
         self.settled = not self._rules
+        self.apart: float | None = None
 
     def step_over(self) -> None:
         """Records that a step is over, and nothing is under way. Collective at some steps."""
         seconds = time.perf_counter() - self._last if self._last is not None else None
         if not self.settled:
             self._count += 1
+            self._begun = self._begun or time.perf_counter()
+            self._computing.append(self._averager.computing)
             if self._trials:
                 self._tried(seconds)
-            elif self._count >= self._profile_steps:
+            elif self._count >= self._profile_steps or (self._count > 1 and self._has_watched()):
                 self._plan()
         self._last = time.perf_counter()
 
@@ -249,7 +299,7 @@ class Tuner:
         """Restores a `state_dict`. The present step is not timed: it began before, or in another process."""
         self.settled, self._count = state["settled"], state["count"]
         self._trials = [_RuleTrial.unpack(each) for each in state["trials"]]
-        self._last = None
+        self._last = self.apart = None
 
     def _plan(self) -> None:
         tensors, forward, ready = self._order()
@@ -261,11 +311,14 @@ class Tuner:
                 continue
             found = candidates.of(rule)
             self._adopt(rule, found[0])
-            bf16 = next((each for each in found if each.label.startswith("bf16")), None)
-            close = [each for each in found if each.predicted <= CLOSE * found[0].predicted or each is bf16]
-            if len(close) > 1:
-                self._trials.append(_RuleTrial(rule, close, Trial.of(len(close))))
+            apart = candidates.apart(rule, self._computing[1:]) if self._averager.rules[rule].quality == "loss" else None
+            if len(close := _worth_trying(found)) > 1 or apart is not None:
+                self._trials.append(_RuleTrial(rule, close, Trial.of(len(close)), apart))
         self._begin_trial()
+
+    def _has_watched(self) -> bool:
+        """Whether steps have been watched for so long on any rank. Collective."""
+        return slowest([time.perf_counter() - self._begun], self._averager.group)[0] >= WATCHED
 
     def _order(self) -> tuple[list[Tensor], float, dict[str, float]]:
         """The tensors in the order in which their gradients become ready, as all ranks have seen it; and when they do."""
@@ -284,9 +337,9 @@ class Tuner:
 
     def _tried(self, seconds: float | None) -> None:
         each = self._trials[0]
-        if each.trial.note(TERMS, seconds):
-            times = slowest(each.trial.medians(), self._averager.group)
-            if (chosen := each.trial.judge(TERMS, times)) is not None:
+        if each.trial.note(each.terms, seconds):
+            *times, spent = slowest([*each.trial.medians(), each.trial.spent], self._averager.group)
+            if (chosen := each.trial.judge(each.terms, times, spent)) is not None:
                 self._end_trial(chosen, times)
                 return
         self._adopt(each.rule, each.current)
@@ -300,7 +353,23 @@ class Tuner:
         if self._averager.rank == 0:
             _log.info("gradient_pipeline, rule %d: chose %s; tried: %s", trial.rule + 1, trial.candidates[chosen].label, tried)
         self._adopt(trial.rule, trial.candidates[chosen])
+        if trial.apart is not None:
+            self._compare_apart(trial.apart, trial.candidates[chosen].label, times[chosen])
         self._begin_trial()
+
+    def _compare_apart(self, apart: float, label: str, seconds: float) -> None:
+        words = WAYS[LOCAL].words
+        assert words is not None
+        is_ahead = words * apart < seconds
+        if is_ahead:
+            self.apart = apart
+            self._trials.clear()
+        if self._averager.rank == 0:
+            _log.info(
+                "gradient_pipeline, quality loss: %s, %.1f ms a step predicted, times %.2f words to a loss, against %.1f ms of %s: %s; %s",
+                *(LOCAL, 1e3 * apart, words, 1e3 * seconds, label),
+                *("ranks train alone from here on" if is_ahead else "gradients are averaged in each step", WAYS[LOCAL]),
+            )
 
     def _adopt(self, rule: int, candidate: Candidate) -> None:
         plan = self._averager.plan

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from gemini_ft.cli import main as cli
 from gemini_ft.cli import pipeline_advice
 from gemini_ft.cli.pipeline_costs import describe
 from gemini_ft.compression.base import Bundle, Turn
+from gemini_ft.pipeline.qualities import ACCURACY, WAYS, WORDS
 from gemini_ft.pipeline.rules import Rule, load_rules
 
 RULES: list[dict[str, Any]] = [
@@ -152,17 +155,42 @@ def test_other_rules_are_compared(config: str, capsys: pytest.CaptureFixture[str
     assert found["DiLoCo"].step == pytest.approx(0.1 + found["DiLoCo"].network)
     assert found["all-reduce in float32"].step == pytest.approx(0.1 / 3 + found["all-reduce in float32"].network)
     assert found["SparseLoCo"].compressing > 0
+    assert found["ring8"].compressing > 0
+    assert re.search(r"SparseLoCo .* 0\.962 +not reached\n", pipeline_advice.shown([*found.values()], 0.1))
     said = pipeline_advice.verdict([found["DiLoCo"], found["all-reduce in bfloat16"]], 0.1)
     assert "DiLoCo takes" in said
-    assert f"reached 0.984 of DDP's accuracy in as many steps ({pipeline_advice.SOURCE})" in said
+    assert f"reached 0.984 of DDP's accuracy in as many steps ({ACCURACY}), and took 1.38 times the words" in said
+    assert "SparseLoCo takes" in (said := pipeline_advice.verdict([found["SparseLoCo"], found["all-reduce in bfloat16"]], 0.1))
+    assert f"did not reach a loss of DDP's ({WORDS})" in said
 
 
 def test_quality_is_that_of_the_report() -> None:
-    report = (Path(__file__).parents[2] / pipeline_advice.SOURCE).read_text()
+    report = (Path(__file__).parents[2] / ACCURACY).read_text()
     accuracy = {row: float(value) for row, value in re.findall(r"^\| ([^|]+) \| 10 \| ([0-9.]+) \|", report, re.MULTILINE)}
     rows = {"all-reduce in bfloat16": "auto", "int8": "int8", "powersgd": "powersgd", "top-k 1 %": "topk 1 %, buckets"}
-    for way, row in (rows | {"DiLoCo": "diloco", "SparseLoCo": "sparseloco"}).items():
-        assert pipeline_advice.WAYS[way][1] == pytest.approx(accuracy[row] / accuracy["DDP"], abs=5e-4), way
+    for way, row in (rows | {"DiLoCo": "diloco", "SparseLoCo": "sparseloco", "ring8": "ring8"}).items():
+        assert WAYS[way].accuracy == pytest.approx(accuracy[row] / accuracy["DDP"], abs=5e-4), way
+
+
+def test_words_are_those_of_the_report() -> None:
+    report = (Path(__file__).parents[2] / WORDS).read_text()
+    found = re.findall(r"^\| ([^|]+) \| [0-9.]+ \| [^|]+ \| ([^|]+) \|$", report, re.MULTILINE)
+    words = {row: [float(each.replace(",", "")) for each in cell.split(", ")] for row, cell in found if "not reached" not in cell}
+    rows = {"all-reduce in bfloat16": "DDP bf16", "ring8": "ring8", "powersgd": "PowerSGD (torch)", "top-k 1 %": "top-k 1 %"}
+    for way, row in (rows | {"DiLoCo": "DiLoCo"}).items():
+        factors = [mine / base for mine, base in zip(words[row], words["DDP fp32"], strict=True)]
+        assert WAYS[way].words == pytest.approx(statistics.fmean(factors), abs=1e-3), way
+    assert WAYS["SparseLoCo"].words == math.inf
+    assert "SparseLoCo" not in words
+
+
+def test_only_ways_that_trained_alike_in_every_benchmark_count_as_alike() -> None:
+    assert {name for name, known in WAYS.items() if known.is_alike} == {
+        "all-reduce in float32",
+        "all-reduce in bfloat16",
+        "ring8",
+        "int8",
+    }
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -149,6 +149,37 @@ def test_each_rank_goes_on_with_its_own_state_after_kills(tmp_path: Path) -> Non
     assert any(first[step].split()[1] != second[step].split()[1] for step in first)
 
 
+@pytest.mark.parametrize("method", local_steps_case.METHODS)
+def test_a_killed_training_has_the_bits_of_an_undisturbed_one_by_each_new_method(method: str, tmp_path: Path) -> None:
+    train = partial(local_steps_case.train, method=method)
+    starts, begins = side_by_side(tmp_path, train, "step=6:rank=0:sigkill; step=11:rank=1:sigkill:moment=in_copy")
+    assert begins == [0, 0]
+    assert min(starts) >= 9
+    first, second = ([line.split()[1] for line in history(tmp_path / "disturbed", rank).values()] for rank in range(2))
+    alike = [one == other for one, other in zip(first, second, strict=True)]
+    assert alike == ([True] * 16 if method.startswith("ring8") else [step % 4 == 3 for step in range(16)])
+
+
+def test_ranks_that_have_chosen_to_train_alone_go_on_in_the_same_bits_after_kills(tmp_path: Path) -> None:
+    """By ``quality: loss``: killed before the choice, in the middle of a period, and after an average."""
+    kills = "step=3:rank=0:sigkill; step=14:rank=1:sigkill:moment=in_copy; step=34:rank=0:sigkill"
+    starts, begins = side_by_side(tmp_path, local_steps_case.train_to_a_loss, kills)
+    assert begins == [0, 0]
+    assert min(starts) >= 30
+    first, second = (history(tmp_path / "disturbed", rank) for rank in range(2))
+    assert [first[step] == second[step] for step in (0, 20, 39)] == [True, False, False]
+
+
+@pytest.mark.parametrize("ddp", [False, True])
+def test_ranks_come_to_train_alone_and_do_so_as_by_diloco(ddp: bool, tmp_path: Path) -> None:
+    for found in on_ranks(tmp_path, 2, local_steps_case.goes_apart, ddp):
+        assert found == [True] * len(found)
+
+
+def test_ranks_stay_together_where_training_alone_takes_longer_to_a_loss(tmp_path: Path) -> None:
+    assert on_ranks(tmp_path, 2, local_steps_case.stays_together) == [(True, True)] * 2
+
+
 def test_each_host_goes_on_with_its_own_state_after_a_kill(tmp_path: Path) -> None:
     """Ranks 0 and 1 are one host, 2 and 3 another, which loses a rank while averages are under way. Residuals are with ranks 0 and 2."""
     train = partial(local_steps_case.train, delay=3, within="host")
@@ -238,7 +269,9 @@ def test_ranks_that_are_not_together_where_they_should_be_are_told(tmp_path: Pat
 
 
 def test_all_parameters_are_trained_alone_or_none() -> None:
-    with pytest.raises(ConfigError, match=r"a rule has every, and 2.bias is trained by none such: ranks would clip"):
+    with pytest.raises(ConfigError, match=r"a rule has every, or quality: loss, and 2.bias is trained by none such: ranks would clip"):
+        gemini_ft.GradientSynchronizer(local_steps_case.network(), [local_steps_case.CHOOSES | {"params": "0.*"}])
+    with pytest.raises(ConfigError, match=r"a rule has every, or quality: loss, and 2.bias is trained by none such: ranks would clip"):
         gemini_ft.GradientSynchronizer(local_steps_case.network(), [{"params": "0.*", "every": 2}])
     scaler = local_steps_case.torch.amp.GradScaler("cpu")
     with pytest.raises(ConfigError, match=r"a loss scaler skips updates on single ranks"):

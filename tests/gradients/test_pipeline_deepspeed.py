@@ -253,6 +253,10 @@ REFUSED = {
         Case(2, [ALONE], zero=OFFLOADED, config={"zero_force_ds_cpu_optimizer": False}),
         "masters in host memory (offload_optimizer) cannot be averaged",
     ),
+    "local steps if they pay": (
+        Case(0, [{"params": "*", "fusion": "auto", "quality": "loss"}]),
+        "quality: loss may have ranks train alone, which DDP and plain loops can begin in between, and no engine: leave it out",
+    ),
     "local steps of hosts": (Case(2, [ALONE | {"within": "host"}]), "within: host is of DDP and plain loops: leave it out"),
     "local steps that are clipped": (
         Case(0, [ALONE]),

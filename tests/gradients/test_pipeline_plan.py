@@ -118,7 +118,7 @@ def check(plan: Plan, found: Sequence[Tensor], rules: Rules) -> None:
     ready = [max(place[name] for name in group.names) for group in plan.groups]
     assert ready == sorted(ready)
     assert set(plan.fusion) == {tensor.rule for tensor in found}
-    assert all(group.way in ("rule", "sparse") for group in plan.groups)
+    assert all(group.way in ("rule", "sparse", "bf16") for group in plan.groups)
     assert all(rules[group.rule].fusion != "layer-wise" or len(group.names) == 1 for group in plan.groups if group.rule != NO_RULE)
 
 

@@ -153,6 +153,8 @@ class TestRefusals:
                 "efsignsgd does not train as all-reduce does: leave it out, ",
             ),
             ({"fusion": "auto", "sync": "ring8"}, "ring8 does not train as all-reduce does: leave it out, "),
+            ({"quality": "loss"}, "quality loss has fusion auto choose DiLoCo, or what trains alike: give it fusion: auto"),
+            ({"fusion": "auto", "compress": "topk", "quality": "loss"}, "give it fusion: auto, without sync, and without compress"),
             ({"fusion": "auto", "quality": "any"}, "quality any lets fusion auto choose the method of compress, or ring8: give both"),
             ({"fusion": "cupcake", "compress": "topk", "quality": "any"}, "quality any lets fusion auto choose the method of compress"),
             ({"fusion": "auto", "compress": "bf16", "quality": "any"}, "quality any lets fusion auto choose the method of compress"),

@@ -35,6 +35,21 @@ def test_a_choice_may_change_with_more_rounds() -> None:
     assert trial.judge(TERMS, trial.medians()) == 0
 
 
+def test_single_long_steps_count_and_are_soon_enough() -> None:
+    terms = TrialRules(visit=1, rounds=9, slower={1: 1.2}, enough=20.0)
+    trial = Trial.of(3)
+    assert not trial.note(terms, None)  # an interrupted step is tried again
+    for seconds in (4.0, 3.9):
+        assert not trial.note(terms, seconds)
+    assert trial.note(terms, 6.0)
+    assert trial.judge(terms, trial.medians(), trial.spent) is None
+    assert trial.left == [0, 1]
+    assert not trial.note(terms, 4.0)
+    assert trial.note(terms, 3.9)
+    assert trial.spent > terms.enough
+    assert trial.judge(terms, trial.medians(), trial.spent) == 1
+
+
 def test_a_way_whose_steps_were_all_interrupted_does_not_win() -> None:
     trial = Trial.of(2)
     for seconds in [None] * 5 + [1.0] * 5:

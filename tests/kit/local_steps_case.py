@@ -7,8 +7,9 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,9 +28,12 @@ from torch.utils.data import DistributedSampler
 
 import gemini_ft
 from gemini_ft.compression.sparse import TopK
-from gemini_ft.pipeline import host_groups
+from gemini_ft.pipeline import host_groups, tuner
+from gemini_ft.pipeline.qualities import LOCAL
 from gemini_ft.pipeline.routes import Plain
+from gemini_ft.pipeline.rules import load_rules
 from gemini_ft.pipeline.telemetry import Telemetry
+from gemini_ft.pipeline.tuner import Candidate, Candidates
 from gemini_ft.testing import digest, first_difference
 
 STEPS = 9
@@ -444,8 +448,22 @@ def apart() -> list[str]:
     return said
 
 
-def train(out: str, delay: int = 0, **more: Any) -> int:
-    """Trains to the end, with two periods; loss, weights and anchors of each iteration go to ``<out>.<rank>``."""
+def preset(name: str) -> list[Any]:
+    """The rules of a file in configs/, with a short period."""
+    return [rule.pack() | {"every": 4} for rule in load_rules(Path(__file__).parents[2] / "configs" / f"pipeline_{name}.yaml")]
+
+
+METHODS: dict[str, list[Any]] = {
+    "LocalSGD": [{"params": "*", "every": 4}],
+    "DiLoCo": preset("diloco"),
+    "SparseLoCo": preset("sparseloco"),
+    "ring8": [{"params": "*", "sync": "ring8"}],
+    "ring8, e5m2": [{"params": "*", "sync": {"scheme": "ring8", "words": "e5m2"}, "fusion": "layer-wise"}],
+}
+
+
+def train(out: str, delay: int = 0, method: str | None = None, **more: Any) -> int:
+    """Trains to the end, with two periods or by one of `METHODS`; loss, weights and anchors go to ``<out>.<rank>``."""
     rank, _ = start_ranks()
     emulate_hosts(rank)
     torch.manual_seed(0)
@@ -456,8 +474,8 @@ def train(out: str, delay: int = 0, **more: Any) -> int:
         {"params": "last.*", "every": 3, "compress": TOPK, **more},
         {"params": "*", "every": 4, "outer": DILOCO, "fragments": 2, "compress": TOPK, "delay": delay, **more},
     ]
-    gradients = gemini_ft.GradientSynchronizer(net, rules)
-    checkpointer = gemini_ft.Checkpointer(net, optimizers, replicated=True, on_late="wait")
+    gradients = gemini_ft.GradientSynchronizer(net, rules if method is None else METHODS[method])
+    checkpointer = gemini_ft.Checkpointer(net, optimizers, replicated=method is None, on_late="wait")
     start = checkpointer.resume()
     with open(f"{out}.{rank}", "a", buffering=1) as trace:
         for iteration in range(start, 16):
@@ -467,11 +485,117 @@ def train(out: str, delay: int = 0, **more: Any) -> int:
             gradients.synchronize()
             for optimizer in optimizers:
                 optimizer.step()
-            weights, anchors = dict(net.named_parameters()), gradients.state_dict()["outer"]["anchors"]
+            weights, anchors = dict(net.named_parameters()), gradients.state_dict().get("outer", {}).get("anchors", {})
             trace.write(f"{iteration} {loss.item().hex()} {digest(weights)} {digest(anchors)}\n")
             checkpointer.step()
     checkpointer.close()
     gradients.close()
+    return start
+
+
+CHOOSES = {"params": "*", "fusion": "auto", "quality": "loss"}
+
+
+def chosen_by_words(words: float) -> None:
+    """Leaves `auto` one way to average, whose bits depend on no plan, and has words alone decide whether ranks train alone."""
+
+    def of(self: Candidates, number: int) -> list[Candidate]:
+        return [next(each for each in whole(self, number) if [group.way for group in each.groups] == ["plain"])]
+
+    whole = Candidates.of
+    patch.object(Candidates, "of", of).start()
+    patch.dict(tuner.WAYS, {LOCAL: replace(tuner.WAYS[LOCAL], words=words)}).start()
+
+
+@dataclass
+class Chosen:
+    """A training by `CHOOSES`; ``states``: of model, optimizer and synchronizer, by the step after which they were."""
+
+    ddp: bool
+    states: dict[int, list[Any]] = field(default_factory=dict)
+    rule: Mapping[str, Any] = field(default_factory=lambda: CHOOSES)
+
+    def __post_init__(self) -> None:
+        self.model = network()
+        self.wrapped: Any = DistributedDataParallel(self.model) if self.ddp else self.model
+        self.optimizer = adamw([*self.model.parameters()])
+        self.synchronizer = gemini_ft.GradientSynchronizer(self.wrapped, [self.rule], profile_steps=2)
+
+    def load(self, state: list[Any]) -> None:
+        for part, value in zip((self.model, self.optimizer, self.synchronizer), copy.deepcopy(state), strict=False):
+            part.load_state_dict(value)
+
+    def train(self, begin: int, end: int = 64) -> str:
+        for step in range(begin, end):
+            self.optimizer.zero_grad()
+            loss_of(self.wrapped, step, 0, dist.get_rank(), torch.float32).backward()
+            if not self.ddp:
+                self.synchronizer.synchronize()
+            self.optimizer.step()
+            self.states[step] = copy.deepcopy([self.model.state_dict(), self.optimizer.state_dict(), self.synchronizer.state_dict()])
+        return digest(self.states[end - 1][:2])
+
+    @property
+    def alone_since(self) -> int | None:
+        return next((step for step, (_, _, state) in self.states.items() if "outer" in state), None)
+
+
+def goes_apart(ddp: bool) -> list[bool]:
+    """Whether ranks that have come to train alone do so in the bits of DiLoCo, and go on from each state in the bits of this time."""
+    join()
+    chosen_by_words(1e-9)
+    chosen, found = Chosen(ddp), list[bool]()
+    with closing(chosen.synchronizer):
+        expected = chosen.train(0)
+        since = chosen.alone_since
+        assert since is not None
+        states = dict(chosen.states)
+        by_hand = Chosen(ddp, rule={"params": "*", **tuner.WAYS[LOCAL].rule})
+        with closing(by_hand.synchronizer):
+            first = since if ddp else since + 1  # DDP's next backward pass notices that a step is over
+            by_hand.load(states[first - 1][:2])
+            found.append(by_hand.train(first) == expected)
+        for step in (1, since - 1, since, since + 1, since + 30):
+            other = Chosen(ddp)
+            with closing(other.synchronizer):
+                other.load(states[step])
+                found.append(other.train(step + 1) == expected)
+        for step in (since - 1, since + 30):  # back to where gradients were averaged, and to another step alone
+            chosen.load(states[step])
+            found.append(chosen.train(step + 1) == expected)
+    mixed = Chosen(ddp)
+    with closing(mixed.synchronizer):  # ranks whose states are of both kinds are told, and go on with those of one
+        said = error_of(partial(mixed.load, states[(1, since + 1)[dist.get_rank()]]))
+        found.append("StateError" in said or "RecoveryError" in said)
+        mixed.load(states[since + 30])
+        found.append(mixed.train(since + 31) == expected)
+    return [*found, not alike(digest(states[40][0])), alike(digest(states[first + 24][0]))]
+
+
+def stays_together() -> tuple[bool, bool]:
+    """Whether ranks are alike in each step and the choice is over, where training alone takes too many words."""
+    join()
+    chosen_by_words(1e9)
+    chosen = Chosen(False)
+    with closing(chosen.synchronizer):
+        chosen.train(0, 20)
+        return all(alike(digest(state[0])) for state in chosen.states.values()), chosen.synchronizer.settled and chosen.alone_since is None
+
+
+def train_to_a_loss(out: str) -> int:
+    """Trains with `CHOOSES`, which has ranks train alone after a few steps; loss and weights go to ``<out>.<rank>``."""
+    rank, _ = start_ranks()
+    chosen_by_words(1e-9)
+    chosen = Chosen(False)
+    checkpointer = gemini_ft.Checkpointer(chosen.model, chosen.optimizer, replicated=True, on_late="wait")
+    start = checkpointer.resume()
+    with open(f"{out}.{rank}", "a", buffering=1) as trace:
+        for iteration in range(start, 40):
+            said = chosen.train(iteration, iteration + 1)
+            trace.write(f"{iteration} {said} {chosen.alone_since is not None}\n")
+            checkpointer.step()
+    checkpointer.close()
+    chosen.synchronizer.close()
     return start
 
 

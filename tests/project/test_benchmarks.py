@@ -80,7 +80,12 @@ def test_the_table_of_the_gpt_puts_losses_and_seconds_together(tmp_path: Path) -
     }
     assert pipelines_gpt.targets(losses) == [1.02 * 4.0]
     assert pipelines_gpt.times(losses, {"r": visits})["r"] == {"DDP fp32": [40 * 4.0], "DiLoCo": [None], "auto": [2.0]}
-    assert pipelines_gpt.ratios(losses, {"r": visits}) == {"ddp_over_best_r": 80.0, "auto_over_best_r": 1.0, "auto_over_best_alike_r": 1.0}
+    visits["DDP bf16"] = [{"rounds": [1.0], "plan": ""}]
+    assert pipelines_gpt.ratios(losses, {"r": visits}) == {
+        "ddp_over_best_r": 160.0,
+        "auto_to_loss_over_best_r": None,
+        "auto_over_best_alike_r": 2.0,
+    }
     about = pipelines_gpt.about("losses", "DiLoCo", 4, seed=0)
     for measured in (1, 2):  # by another program, the second time
         assert pipelines_gpt.Cells(tmp_path / "cells").measured(about, lambda measured=measured: {"seconds": measured}) == {"seconds": 1}
@@ -124,6 +129,23 @@ def test_a_line_that_was_written_in_part_is_no_cell_of_the_gpt(tmp_path: Path) -
         assert cells.measured({"seed": 1}, lambda measured=measured: {"seconds": measured}) == {"seconds": 2}
         assert cells.measured({"seed": 0}, dict) == {"seconds": 0}
     assert cells.commits == {json.loads(line)["commit"] for line in path.read_text().splitlines()}
+
+
+def test_cells_of_an_older_commit_count_where_that_is_asked_for_but_for_those_of_auto(tmp_path: Path) -> None:
+    import pipelines_gpt
+
+    path = tmp_path / "cells"
+    for row in ("ring8", "auto"):
+        pipelines_gpt.Cells(path).measured({"row": row, "code": "old"}, lambda: {"seconds": 1})
+    [commit] = {json.loads(line)["commit"] for line in path.read_text().splitlines()}
+    cells = pipelines_gpt.Cells(path, commit)
+    assert [cells.measured({"row": row, "code": "new"}, lambda: {"seconds": 2}) for row in ("ring8", "auto")] == [
+        {"seconds": 1},
+        {"seconds": 2},
+    ]
+    assert cells.older == {"ring8"}
+    assert "BUT THE FIRST LOSSES OF ring8 ARE OTHERS NOW" in pipelines_gpt.kept({"ring8": False}, commit)
+    assert "OTHERS" not in pipelines_gpt.kept({"ring8": True}, commit)
 
 
 def test_no_round_and_no_cell_drops_out_of_a_ratio() -> None:
