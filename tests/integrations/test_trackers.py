@@ -145,7 +145,8 @@ def mlflow_server(folder: Path) -> Iterator[str]:
         host, port = free.getsockname()
     place = ["--backend-store-uri", f"sqlite:///{folder}/runs.db", "--artifacts-destination", str(folder / "artifacts")]
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1", *place]
-    process = subprocess.Popen(command, start_new_session=True)
+    env = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # else eight further processes
+    process = subprocess.Popen(command, env=env, start_new_session=True)
     try:
         yield f"http://{host}:{port}"
     finally:
