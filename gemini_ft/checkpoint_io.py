@@ -90,7 +90,7 @@ class FromMemory:
             return
         self._step, self._files, self._removed = late.step, late.files, late.removed
         try:
-            self._write(_opened(run, stream, late.step))
+            self._write(_opened(run, stream, late.step, self._names))
         except GeminiError as error:
             _log.warning("%s: not known to be written before the failure, and it cannot be now: %s", ", ".join(self.unwritten()), error)
         self._files, self._removed = [], []
@@ -99,12 +99,18 @@ class FromMemory:
         """Keeps the content of a file; outside of a fit, or with options for the storage, it is written at once."""
         self.wait()
         live = self._checkpointer.survey() if self._checkpointer is not None and storage_options is None else []
-        if not (parts := _parts(checkpoint, live)):
+        parts, content = _parts(checkpoint, live), None
+        if parts and "global_step" in checkpoint:
+            try:
+                content = copy.deepcopy(checkpoint, dict(parts))
+            except Exception as error:  # of the script's own objects
+                _log.info("%s: written as without GeminiCheckpointIO: it holds what cannot be copied: %s", path, error)
+        if content is None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[misc]
             return
         self._forget(str(path))
         self._step = checkpoint["global_step"]
-        self._files.append(_File(str(path), copy.deepcopy(checkpoint, dict(parts)), list(parts.values())))
+        self._files.append(_File(str(path), content, list(parts.values())))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a file; one that others are to take the place of goes when these are there."""
@@ -117,6 +123,8 @@ class FromMemory:
 
     def before_update(self) -> None:
         """Begins to write, as the next update is about to change the tensors."""
+        if self._writing is not None and self._writing.done():
+            self.wait()
         if not self._files or self._writing is not None or self._checkpointer is None:
             return
         self._refuse_changes()
@@ -125,7 +133,7 @@ class FromMemory:
         why = self._checkpointer.stats.aborted.get(self._step, f"step {self._step} has no snapshot")
         try:
             if self._checkpointer.is_committed(self._step):
-                shards = _opened(self._checkpointer.run, self._checkpointer.name, self._step)
+                shards = _opened(self._checkpointer.run, self._checkpointer.name, self._step, self._names)
         except GeminiError as error:
             why = str(error)
         if not shards:
@@ -136,13 +144,15 @@ class FromMemory:
 
     def write_now(self, why: str) -> None:
         """Writes what has been saved from the live tensors, before they change. Raises StateError: they have."""
-        self.wait()
-        if self._files:
-            self._refuse_changes()
-            _log.info("%s: written as without GeminiCheckpointIO: %s", ", ".join(self.unwritten()), why)
-            with self._checkpointer.paused() if self._checkpointer is not None else nullcontext():
+        if not self._files:
+            return
+        with self._checkpointer.paused() if self._checkpointer is not None else nullcontext():
+            self.wait()
+            if self._files:
+                self._refuse_changes()
+                _log.info("%s: written as without GeminiCheckpointIO: %s", ", ".join(self.unwritten()), why)
                 self._put(lambda part: part.tensor)
-            self._files, self._removed = [], []
+                self._files, self._removed = [], []
 
     def wait(self) -> None:
         """Returns when what is being written is there; raises what has kept it from that."""
@@ -160,9 +170,17 @@ class FromMemory:
         """Whether a file would be there, had all been written and removed at once. ``found``: whether it is."""
         return path in self.unwritten() or (found and path not in self._removed)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out the fit under way: a copy of the Trainer has no part in it."""
+        return vars(self) | {"_checkpointer": None, "_files": [], "_removed": [], "_writing": None}
+
     def teardown(self) -> None:
         self.write_now("the training is over")
         super().teardown()  # type: ignore[misc]
+
+    @property
+    def _names(self) -> set[str]:
+        return {part.name for file in self._files for part in file.parts}
 
     def _forget(self, path: str) -> None:
         self._files = [file for file in self._files if file.path != path]
@@ -187,9 +205,8 @@ class FromMemory:
             writing.set_exception(error)
 
     def _write(self, shards: Sequence[RememberedShard]) -> None:
-        names = {part.name for file in self._files for part in file.parts}
         try:
-            tensors = WholeTensors(shards, names.__contains__).read()
+            tensors = WholeTensors(shards, self._names.__contains__).read()
         finally:
             for shard in shards:
                 shard.close()
@@ -227,11 +244,16 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _opened(run: str, stream: str, step: int) -> Sequence[RememberedShard]:
-    """The shards of a step, which stay in memory until they are closed. Raises RecoveryError: they cannot be had."""
+def _opened(run: str, stream: str, step: int, names: set[str]) -> Sequence[RememberedShard]:
+    """The shards of a step, which stay in memory until they are closed. Raises RecoveryError: not all these tensors can be had."""
     for memory in remembered(run):
         if memory.stream == stream:
-            return open_newest(memory, step)[1]
+            _, shards = open_newest(memory, step)
+            if not (missing := names - {piece.name for shard in shards for piece in shard.layout.pieces}):
+                return shards
+            for shard in shards:
+                shard.close()
+            raise RecoveryError(f"its snapshot leaves out {min(missing)} ({len(missing)} in all)")
     raise RecoveryError(f"no agent of this host has run {run!r}")
 
 

@@ -208,6 +208,8 @@ class Fit:
             if finished:
                 raise
             log.error("%s", error)
+        if self._io is not None:
+            self._io.begin(None)
         for end in self._hooks:
             end()
         self._logs.close()

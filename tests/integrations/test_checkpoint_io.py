@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_server
 import torch
 
 pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
@@ -54,7 +55,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return found
 
 
-def saving(folder: Path, **options: Any) -> Callable[[], Any]:
+def saving(folder: Path | str, **options: Any) -> Callable[[], Any]:
     return lambda: ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1, **options)
 
 
@@ -76,10 +77,12 @@ def test_a_thread_writes_what_the_snapshot_has(
     options: dict[str, Any] = {"enable_checkpointing": True}
     fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], seed=None, **options)
     assert {*written.values()} == {"MainThread"}
-    fit(Case, table, "gemini", callbacks=[saving(tmp_path / "mine")], seed=None, plugins=[GeminiCheckpointIO()], **options)
+    module = fit(Case, table, "gemini", callbacks=[saving(tmp_path / "mine")], seed=None, plugins=[GeminiCheckpointIO()], **options)
     *before, last = (f"step={step}.ckpt" for step in range(2, 19, 2))
     assert written == dict.fromkeys(before, "gemini-files") | {last: "MainThread"}
     assert f"{last}: written as without GeminiCheckpointIO: no update comes after it" in caplog.text
+    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()
     same(loaded(tmp_path / "mine"), loaded(tmp_path / "plain"))
 
 
@@ -91,18 +94,31 @@ def test_files_of_steps_without_a_snapshot_or_whose_copies_are_gone_are_written_
     fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], **options)
     opened = checkpoint_io._opened
 
-    def missing(run: str, stream: str, step: int) -> Any:
+    def missing(run: str, stream: str, step: int, names: set[str]) -> Any:
         if step == 6:
             raise RecoveryError("its copies are gone")
-        return opened(run, stream, step)
+        return opened(run, stream, step, names | {"model.more"} if step == 12 else names)
 
     monkeypatch.setattr(checkpoint_io, "_opened", missing)
     mine = {"plugins": [GeminiCheckpointIO()], "strategy_options": {"interval": 3}}
     fit(Case, table, "gemini", callbacks=[saving(tmp_path / "mine")], **options, **mine)
-    assert {name for name, thread in written.items() if thread == "gemini-files"} == {"step=12.ckpt"}
+    assert {*written.values()} == {"MainThread"}
     assert "step=4.ckpt: written as without GeminiCheckpointIO: step 4 has no snapshot" in caplog.text
     assert "step=6.ckpt: written as without GeminiCheckpointIO: its copies are gone" in caplog.text
+    assert "step=12.ckpt: written as without GeminiCheckpointIO: its snapshot leaves out model.more (1 in all)" in caplog.text
     same(loaded(tmp_path / "mine"), loaded(tmp_path / "plain"))
+
+
+def test_files_go_to_s3_too(fit: Callable[..., Case], tmp_path: Path, written: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs", reason="needs s3fs, by which Lightning reaches S3: pip install s3fs")
+    options: dict[str, Any] = {"enable_checkpointing": True, "seed": None}
+    fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], **options)
+    with s3_server.serve(tmp_path / "s3", "bucket") as server:
+        for name, value in (s3_server.CREDENTIALS | {"AWS_ENDPOINT_URL": server.endpoint}).items():
+            monkeypatch.setenv(name, value)
+        fit(Case, table, "gemini", callbacks=[saving("s3://bucket/run")], plugins=[GeminiCheckpointIO()], **options)
+    assert written["step=2.ckpt"] == "gemini-files"
+    same(loaded(tmp_path / "s3" / "bucket" / "run"), loaded(tmp_path / "plain"))
 
 
 class Clamping(Case):
@@ -131,15 +147,22 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
     fit: Callable[..., Case], is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process dies while another thread writes; the file that this one takes the place of is kept until then."""
-    folder, dead, reading = tmp_path / "files", threading.Event(), checkpoint_io.WholeTensors.read
+    folder, reading = tmp_path / "files", checkpoint_io.WholeTensors.read
+    dead, alive = threading.Event(), threading.Event()
     options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [GeminiCheckpointIO()]}
     names: list[list[str]] = []
 
     def read(tensors: Any) -> Any:
-        if folder.exists() and not dead.is_set():
-            assert dead.wait(60)
+        if folder.exists() and not alive.is_set():
+            assert dead.wait(200)
             raise RecoveryError("dead")
         return reading(tensors)
+
+    class Dying(Case):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if self.crash == (self.current_epoch, batch_idx):
+                dead.set()
+            return super().training_step(batch, batch_idx)
 
     def newest() -> Any:
         names.append(sorted(path.name for path in folder.glob("*")))
@@ -150,9 +173,9 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
 
     monkeypatch.setattr(checkpoint_io.WholeTensors, "read", read)
     fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], enable_checkpointing=True)
-    threading.Timer(3, dead.set).start()
     with pytest.raises(Boom):
-        fit(Case, table, "gemini", CRASH, callbacks=[newest], **options)
+        fit(Dying, table, "gemini", CRASH, callbacks=[newest], **options)
+    alive.set()
     if not is_there:
         monkeypatch.setattr(checkpoint_io, "_opened", missing)
     with pytest.raises(Boom):
