@@ -54,7 +54,7 @@ from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
-from gemini_ft.state.tensors import every_optimizer
+from gemini_ft.state.tensors import Live, every_optimizer
 from gemini_ft.state.worlds import Resize, carried_accumulation, check_schedulers, check_step, iterations, refuse_data
 from gemini_ft.state.writes import name_loads
 from gemini_ft.storage.base import WORD
@@ -569,6 +569,10 @@ class Checkpointer:
         The same on all ranks that count alike; where ``interval`` is auto, it changes as the network asks for.
         """
         return now // self.interval > before // self.interval
+
+    def survey(self) -> Sequence[Live]:
+        """Returns the tensors of the bound state, as they are now."""
+        return self._bound.survey()
 
     @property
     def run(self) -> str:

@@ -51,6 +51,7 @@ def _needed(package: str) -> list[str]:
         "trainer.call._call_callback_hooks",
         "utilities.exceptions.SIGTERMException",
         "callbacks.StochasticWeightAveraging",
+        "plugins.io.wrapper._WrappingCheckpointIO",
         "loggers.csv_logs.ExperimentWriter._check_log_dir_exists",
         "trainer.call._call_lightning_module_hook",
         "trainer.connectors.data_connector._DataLoaderSource.dataloader",
@@ -80,6 +81,11 @@ def told_to_end(package: str) -> type[SystemExit]:
     """The exception that ends a fit after SIGTERM, on all ranks if rank 0 has had it."""
     kind: type[SystemExit] = importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException
     return kind
+
+
+def wrapping_io(package: str) -> Any:
+    """The base class of a ``CheckpointIO`` that writes by another one."""
+    return importlib.import_module(f"{package}.plugins.io.wrapper")._WrappingCheckpointIO
 
 
 def unwrapped(package: str, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -86,7 +86,9 @@ class Fit:
         loop = trainer.fit_loop
         loading = functools.partial(Loading, trainer, present=self._present_modes, restore=self._restore_modes)
         self.training_data, self._validation_data = loading(loop=loop), loading(loop=loop.epoch_loop.val_loop)
-        self.files = trainer_checkpoints.Files(trainer)
+        io = trainer.strategy.checkpoint_io
+        self._io: Any = io if hasattr(io, "before_update") else None  # a `gemini_ft.checkpoint_io.FromMemory`
+        self.files = trainer_checkpoints.Files(trainer, self._io)
         self._hooks += [self.training_data.end, self._validation_data.end, self.files.end]
         watch(trainer, package)
 
@@ -126,6 +128,8 @@ class Fit:
             trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
             is_same_launch = found.extras.get("launch") == self.checkpointer.launch  # snapshots in storage may be older
             step = trainer_checkpoints.logged_steps(self.checkpoint)
+            if self._io is not None:
+                self._io.resume(self.checkpointer.run, self.checkpointer.name, found.extras.get("late files"))
             self._logs.go_on(found.extras["loggers"], step, is_same_launch=is_same_launch)
             trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint, is_same_launch=is_same_launch)
 
@@ -144,6 +148,8 @@ class Fit:
         if (gradients := getattr(self._trainer.strategy, "gradients", None)) is not None:
             self.checkpointer.attach_gradients(gradients)
         self._bind_state()
+        if self._io is not None:
+            self._io.begin(self.checkpointer)
         given = (self._trainer, *self._trainer.callbacks, *self._trainer.loggers, self._trainer.datamodule)
         attempt.watch(each for each in given if each is not None)
         self.checkpointer.script_gives(*trainer_checkpoints.given(self._trainer))
@@ -191,9 +197,12 @@ class Fit:
     def before_update(self) -> None:
         """Waits, as parameters and optimizer state are about to be written."""
         self.checkpointer.wait_before_update()
+        if self._io is not None:
+            self._io.before_update()
 
     def pause(self) -> None:
         """Pauses for validation: steps stay out for a while, and callbacks may exchange the weights meanwhile."""
+        self._write_files("validation begins")
         self.checkpointer.wait_before_update()
         self._pauses.enter_context(self.checkpointer.paused())
         if self.turns is not None:
@@ -207,6 +216,14 @@ class Fit:
 
     def close(self, finished: bool = False, interrupted: bool = False) -> None:
         """Ends the fit. After a failure the agents keep what they hold."""
+        try:
+            self._write_files("no update comes after it")
+        except Exception as error:
+            if finished:
+                raise
+            log.error("%s", error)
+        if self._io is not None:
+            self._io.begin(None)
         for end in self._hooks:
             end()
         if self.turns is not None:
@@ -214,6 +231,10 @@ class Fit:
         self._logs.close()
         self._pauses.close()
         self.checkpointer.close(finished=finished, interrupted=interrupted)
+
+    def _write_files(self, why: str) -> None:
+        if self._io is not None:
+            self._io.write_now(why)
 
     def _bind_state(self) -> None:
         strategy = self._trainer.strategy
@@ -380,7 +401,11 @@ class Fit:
                 "validation_data": self._validation_data.made,
                 "loggers": self._logs.state(),
                 "files": self.files.state(),
-            } | ({"logical": self.turns.state_dict()} if self.turns is not None else {})
+            }
+            if self.turns is not None:
+                ours["logical"] = self.turns.state_dict()
+            if self._io is not None:
+                ours["late files"] = self._io.state()
             return capture(self._trainer, self.live) | ours
         finally:
             self.live = None

@@ -136,8 +136,8 @@ class Files:
     written over and none is called "-v1". They are known by a note on the host of rank 0; all others may be another run's, and stay.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Any, io: Any = None) -> None:
+        self._trainer, self._io = trainer, io
         self._there: dict[str, set[str]] = {}  # names by folder, on rank 0
         self._early: set[str] = set()  # paths of files that are to be written again
         self._seeing: list[Around] = []
@@ -163,10 +163,9 @@ class Files:
             self._note = note
             self._early = self._written_again(saved) if saved is not None else set()
             self._write_note("w", "".join(f"+{path}\n" for path in self._early))
-        if saved is None:
-            return
-        self._early = set(self._trainer.strategy.broadcast(self._early))
-        if self._early:
+        if saved is not None:
+            self._early = set(self._trainer.strategy.broadcast(self._early))
+        if self._early or self._io is not None:
             self._seeing = [Around(callback, "file_exists", self._is_seen) for callback in callbacks]
 
     def writes(self, path: Any) -> None:
@@ -214,7 +213,10 @@ class Files:
             log.warning("%s: cannot be written (%s): checkpoints that are written again after a failure get other names", self._note, error)
 
     def _is_seen(self, exists: Callable[[Any, Any], bool], path: Any, trainer: Any) -> bool:
-        return exists(path, trainer) and str(path) not in self._early
+        is_there = exists(path, trainer)
+        if self._io is not None:
+            is_there = trainer.strategy.broadcast(self._io.is_there(str(path), is_there))
+        return is_there and str(path) not in self._early
 
 
 def _target(path: str) -> str:

@@ -140,7 +140,7 @@ def test_the_command_is_installed_by_pipx(tmp_path: Path) -> None:
     pytest.importorskip("pipx", reason="needs pipx: pip install pipx")
     env = os.environ | {f"PIPX_{name}": str(tmp_path / name.lower()) for name in ("HOME", "BIN_DIR", "MAN_DIR", "COMPLETION_DIR")}
     subprocess.run([sys.executable, "-m", "pipx", "install", str(ROOT)], env=env, check=True, timeout=800)
-    for command, text in {"--help": "usage: gemini", "completion bash": "complete", "hosts": ""}.items():
+    for command, text in {"--help": "usage: gemini", "completion bash": "complete", "ps": ""}.items():
         done = subprocess.run(
             [tmp_path / "bin_dir" / "gemini", *command.split()], stdout=subprocess.PIPE, text=True, cwd=tmp_path, timeout=60
         )

@@ -164,7 +164,7 @@ function showJob(rows, job) {
     const own = rows.filter((row) => row.stream === stream && row.of);
     const paces = own.map(({ of: { measures } }) => measures?.step_seconds).filter(isNumber);
     const ages = own.map(({ of: each, heard }) => each.committed_age + heard).filter(isNumber);
-    const spares = own.map(({ account }) => account.spares).find((each) => each);
+    const spares = [...own].sort((one, other) => one.heard - other.heard).map(({ account }) => account.spares).find((each) => each);
     if (streams.size > 1) parts.push(made("h3", `Stream ${stream}`));
     if (!of.job) parts.push(made("p", `Host ${of.leader} leads the commits: its page, if it has one, shows all hosts; this one shows host ${host} alone.`));
     parts.push(

@@ -1,0 +1,188 @@
+"""Files of `trainer.save_checkpoint` that `GeminiCheckpointIO` writes out of memory are those that Lightning writes by itself."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3_server
+import torch
+
+pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+import lightning.fabric.plugins.io.torch_io as torch_io
+import three_ways
+from lightning.pytorch.callbacks import ModelCheckpoint
+from test_lightning_hooks import CRASH, Boom, Case, fit, table
+
+from gemini_ft import checkpoint_io
+from gemini_ft.checkpoint_io import GeminiCheckpointIO
+from gemini_ft.errors import RecoveryError, StateError
+from gemini_ft.testing import assert_identical
+
+__all__ = ["fit"]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty:UserWarning"),
+]
+CELLS = {"all": three_ways.Cell({"keep": -1}, ["1:step:7", "0:step:11"]), "newest": three_ways.Cell({"keep": 1}, ["0:step:9"])}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.preloaded("lightning")
+def test_files_are_those_of_plain_ddp_undisturbed_and_killed(tmp_path: Path) -> None:
+    case = Path(__file__).parents[1] / "kit" / "files_case.py"
+    folders = three_ways.run_side_by_side(case, tmp_path, CELLS)
+    for name, cell in CELLS.items():
+        assert three_ways.differing(folders, name, cell) == []
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Name of a file -> thread that has written it last."""
+    found: dict[str, str] = {}
+    save = torch_io._atomic_save
+
+    def noted(checkpoint: Any, path: Any) -> None:
+        found[Path(path).name] = threading.current_thread().name
+        save(checkpoint, path)
+
+    monkeypatch.setattr(torch_io, "_atomic_save", noted)
+    return found
+
+
+def saving(folder: Path | str, **options: Any) -> Callable[[], Any]:
+    return lambda: ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1, **options)
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """Name -> content of each file."""
+    return {path.name: torch.load(path, weights_only=False) for path in folder.iterdir()}
+
+
+def same(mine: dict[str, Any], plain: dict[str, Any]) -> None:
+    assert mine.keys() == plain.keys()
+    for name, content in mine.items():
+        assert_identical({**content, "callbacks": None}, {**plain[name], "callbacks": None})
+
+
+def test_a_thread_writes_what_the_snapshot_has(
+    fit: Callable[..., Case], tmp_path: Path, written: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "gemini_ft")
+    options: dict[str, Any] = {"enable_checkpointing": True}
+    fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], seed=None, **options)
+    assert {*written.values()} == {"MainThread"}
+    module = fit(Case, table, "gemini", callbacks=[saving(tmp_path / "mine")], seed=None, plugins=[GeminiCheckpointIO()], **options)
+    *before, last = (f"step={step}.ckpt" for step in range(2, 19, 2))
+    assert written == dict.fromkeys(before, "gemini-files") | {last: "MainThread"}
+    assert f"{last}: written as without GeminiCheckpointIO: no update comes after it" in caplog.text
+    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert (tmp_path / "after.ckpt").exists()
+    same(loaded(tmp_path / "mine"), loaded(tmp_path / "plain"))
+
+
+def test_files_of_steps_without_a_snapshot_or_whose_copies_are_gone_are_written_at_once(
+    fit: Callable[..., Case], tmp_path: Path, written: dict[str, str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "gemini_ft")
+    options: dict[str, Any] = {"enable_checkpointing": True, "seed": None}
+    fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], **options)
+    opened = checkpoint_io._opened
+
+    def missing(run: str, stream: str, step: int, names: set[str]) -> Any:
+        if step == 6:
+            raise RecoveryError("its copies are gone")
+        return opened(run, stream, step, names | {"model.more"} if step == 12 else names)
+
+    monkeypatch.setattr(checkpoint_io, "_opened", missing)
+    mine = {"plugins": [GeminiCheckpointIO()], "strategy_options": {"interval": 3}}
+    fit(Case, table, "gemini", callbacks=[saving(tmp_path / "mine")], **options, **mine)
+    assert {*written.values()} == {"MainThread"}
+    assert "step=4.ckpt: written as without GeminiCheckpointIO: step 4 has no snapshot" in caplog.text
+    assert "step=6.ckpt: written as without GeminiCheckpointIO: its copies are gone" in caplog.text
+    assert "step=12.ckpt: written as without GeminiCheckpointIO: its snapshot leaves out model.more (1 in all)" in caplog.text
+    same(loaded(tmp_path / "mine"), loaded(tmp_path / "plain"))
+
+
+def test_files_go_to_s3_too(fit: Callable[..., Case], tmp_path: Path, written: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("s3fs", reason="needs s3fs, by which Lightning reaches S3: pip install s3fs")
+    options: dict[str, Any] = {"enable_checkpointing": True, "seed": None}
+    fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], **options)
+    with s3_server.serve(tmp_path / "s3", "bucket") as server:
+        for name, value in (s3_server.CREDENTIALS | {"AWS_ENDPOINT_URL": server.endpoint}).items():
+            monkeypatch.setenv(name, value)
+        fit(Case, table, "gemini", callbacks=[saving("s3://bucket/run")], plugins=[GeminiCheckpointIO()], **options)
+    assert written["step=2.ckpt"] == "gemini-files"
+    same(loaded(tmp_path / "s3" / "bucket" / "run"), loaded(tmp_path / "plain"))
+
+
+class Clamping(Case):
+    """Writes its weights after ModelCheckpoint has saved them."""
+
+    through_data = False
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        weight = self.head.weight
+        with torch.no_grad():
+            (weight.data if self.through_data else weight).clamp_(-0.01, 0.01)
+
+
+class ClampingData(Clamping):
+    through_data = True
+
+
+@pytest.mark.parametrize("kind", [Clamping, ClampingData])
+def test_what_is_written_after_a_save_is_refused_by_name(fit: Callable[..., Case], kind: type[Case], tmp_path: Path) -> None:
+    with pytest.raises(StateError, match=r"step=2\.ckpt: model\.head\.weight \(1 in all\) was written between save_checkpoint and the"):
+        fit(kind, table, "gemini", callbacks=[saving(tmp_path)], plugins=[GeminiCheckpointIO()], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
+    fit: Callable[..., Case], is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process dies while another thread writes; the file that this one takes the place of is kept until then."""
+    folder, reading = tmp_path / "files", checkpoint_io.WholeTensors.read
+    dead, alive = threading.Event(), threading.Event()
+    options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [GeminiCheckpointIO()]}
+    names: list[list[str]] = []
+
+    def read(tensors: Any) -> Any:
+        if folder.exists() and not alive.is_set():
+            assert dead.wait(200)
+            raise RecoveryError("dead")
+        return reading(tensors)
+
+    class Dying(Case):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if self.crash == (self.current_epoch, batch_idx):
+                dead.set()
+            return super().training_step(batch, batch_idx)
+
+    def newest() -> Any:
+        names.append(sorted(path.name for path in folder.glob("*")))
+        return ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1, monitor="step", mode="max")
+
+    def missing(*_: Any) -> Any:
+        raise RecoveryError("a host was lost")
+
+    monkeypatch.setattr(checkpoint_io.WholeTensors, "read", read)
+    fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], enable_checkpointing=True)
+    with pytest.raises(Boom):
+        fit(Dying, table, "gemini", CRASH, callbacks=[newest], **options)
+    alive.set()
+    if not is_there:
+        monkeypatch.setattr(checkpoint_io, "_opened", missing)
+    with pytest.raises(Boom):
+        fit(Case, table, "gemini", (1, 4), callbacks=[newest], **options)
+    newest()
+    assert names == [[], ["step=4.ckpt"], ["step=8.ckpt"] if is_there else ["step=4.ckpt"]]
+    text = "step=8.ckpt: not known to be written before the failure, and it cannot be now: a host was lost"
+    assert (text in caplog.text) == (not is_there)
+    if is_there:
+        same(loaded(folder), {"step=8.ckpt": loaded(tmp_path / "plain")["step=8.ckpt"]})
