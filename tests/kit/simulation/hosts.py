@@ -79,12 +79,17 @@ class Host:
 
     name: str
     agent: Agent | None = None
-    worker: Script | None = None
+    workers: list[Script] = field(default_factory=list)  # of the present attempt
     is_up: bool = True
     notes: list[str] = field(default_factory=list)  # of the launcher
     ready_at: float = 0.0  # when its launcher may begin another attempt
     bereft_at: float = -1e9  # when its last agent ended
     lingers_until: float = 0.0  # a worker of a broken attempt is left alone until then
+
+    @property
+    def worker(self) -> Script | None:
+        """The first of its workers."""
+        return self.workers[0] if self.workers else None
 
 
 class Attempt:
@@ -132,9 +137,9 @@ class Attempt:
             host is script.host or self.world.network.reaches(script.host.name, host.name) for host in self.hosts
         )
         turn = self._turn[script.rank]
-        if reached and len(said := self._said[turn]) == len(self.hosts):
+        if reached and len(said := self._said[turn]) == self.world.ranks:
             if turn not in self._all:
-                self._all[turn] = [said[rank] for rank in range(len(self.hosts))]
+                self._all[turn] = [said[rank] for rank in range(self.world.ranks)]
             return self._all[turn]
         if self.broken and reached:
             raise PeerError("another rank was lost while the ranks exchanged what they know")

@@ -80,10 +80,10 @@ def copies(world: World, hosts: list[Host], only: Version | None = None) -> dict
 
 def _descriptors(world: World, host: Host) -> list[int]:
     fds = [memory.fd for memory in host.agent.memory] if host.agent is not None else []
-    if host.worker is not None:
-        fds += host.worker.fds
-        if host.worker.client is not None:
-            fds += host.worker.client.custody.values()
+    for worker in host.workers:
+        fds += worker.fds
+        if worker.client is not None:
+            fds += worker.client.custody.values()
     return fds
 
 
