@@ -143,7 +143,6 @@ def report(results: list[Result]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="six seeds")
     parser.add_argument("--first", type=int, default=10_000, help="the first seed")
     parser.add_argument("--seeds", type=int, default=2000)
     parser.add_argument("--jobs", type=int, default=2, help="combinations at a time")
@@ -152,8 +151,6 @@ def main() -> int:
     parser.add_argument("--report", action="store_true", help="write the report of all that is in --results, and run nothing")
     parser.add_argument("--worker", type=int, default=-1, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.quick:
-        options.seeds = 6
     options.results.parent.mkdir(parents=True, exist_ok=True)
     if options.worker >= 0:
         work(options)

@@ -186,7 +186,7 @@ def run(traits: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
                     said[way] = found
                     del running[way]
     verdict, told = judged(said)
-    if verdict == "failed" and all("ReplicaDivergedError" in text for text in told) and _drifts(folders["ddp"] / "cell", told[0]):
+    if verdict == "failed" and all("ReplicaDivergedError" in text for text in told) and drifts(folders["ddp"] / "cell", told[0]):
         verdict = "refused"
     if verdict != "done":
         return verdict, told
@@ -196,7 +196,7 @@ def run(traits: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
     return ("different" if found else "same"), found
 
 
-def _drifts(folder: Path, told: str) -> bool:
+def drifts(folder: Path, told: str) -> bool:
     """Whether two ranks of plain DDP have ended with different values of what ``told`` names."""
     first, second = (recorded(folder / f"rank-{rank}")[0] for rank in (0, 1))
     return any(key.rpartition("/")[2] in told and second.get(key) != value for key, value in first.items() if key.startswith("final["))
