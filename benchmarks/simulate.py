@@ -94,11 +94,16 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT", help="with --mutations: those whose line has this text")
     parser.add_argument("--drawn", type=int, default=0, metavar="COUNT", help="with --mutations: in that many places which --draw draws")
     parser.add_argument("--draw", type=int, default=1, help="the seed by which these are drawn")
+    parser.add_argument(
+        "--speed", type=int, nargs="*", default=[], metavar="RANKS", help="time jobs of so many ranks without faults; no report"
+    )
     parser.add_argument("--no-report", action="store_true", help="print the results only")
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.hours = 3, 100 / 3600
     seconds = options.hours * 3600
+    if options.speed:
+        return speed(options.speed, seconds)
     if options.mutations:
         broken = {str(each): each.apply for each in draw(options.drawn, options.draw)} if options.drawn else WRITTEN
         broken = {name: each for name, each in broken.items() if options.only in name}
@@ -120,6 +125,22 @@ def main() -> int:
     hours, processor = sum(each.simulated for each in outcomes) / 3600, sum(each.processor for each in outcomes)
     common.print_result("simulate", figures, {"simulated_hours_per_processor_second": common.ratio(hours, processor)})
     return int(bool(figures["violations"]))
+
+
+def speed(sizes: Sequence[int], seconds: float) -> int:
+    """Times the first ``seconds`` of jobs of so many ranks, each on a host of its own: they join and train, and nothing fails."""
+    rows = {}
+    for ranks in sizes:
+        outcome = play(1, seconds, patience=3600, ranks=ranks, has_faults=False)
+        assert not outcome.wrong, outcome.wrong
+        hours = common.ratio(outcome.simulated / 3600, outcome.processor)
+        rows[str(ranks)] = {
+            "processor_seconds": round(outcome.processor, 1),
+            "commits": outcome.counts.get("commit", 0),
+            "hours_per_second": hours,
+        }
+    common.print_result("simulate", rows, {})
+    return 0
 
 
 WRITTEN: dict[str, Callable[[], None]] = {f"{each.where}: {each.breaks}": each.apply for each in MUTATIONS}

@@ -65,7 +65,10 @@ def introduced(introduce: Callable[[], Introduction], timeout: float) -> list[In
         return _Brief([mark_of(blob) for blob in common], ages)
 
     briefs = exchange_or_raise(brief, timeout)
-    blobs = exchange_alike(common, [each.marks for each in briefs], timeout)
+    return _put_together(briefs, exchange_alike(common, [each.marks for each in briefs], timeout))
+
+
+def _put_together(briefs: Sequence[_Brief], blobs: Sequence[Sequence[bytes]]) -> list[Introduction]:
     alike: dict[tuple[bytes, ...], Introduction] = {}  # marks -> what these ranks have in common
     everyone: dict[int, Introduction] = {}  # number of a brief's object, as ranks that have said the same share it
     for each, (bare, inventory, config) in zip(briefs, blobs, strict=True):

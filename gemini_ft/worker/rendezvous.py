@@ -16,7 +16,7 @@ import sys
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import blake2b
@@ -291,12 +291,24 @@ def exchange_alike(blobs: Sequence[bytes], marks: Sequence[Sequence[bytes]], tim
         PeerError: as :func:`exchange`; or the parts do not make up what was announced.
     """
     rank = dist.get_rank() if len(marks) > 1 else 0
-    alike: dict[tuple[int, bytes], list[int]] = defaultdict(list)  # (which blob, mark) -> ranks that have it
+    alike = _alike(marks)
+    parts = [part_of(blob, alike[index, mark], rank) for index, (blob, mark) in enumerate(zip(blobs, marks[rank], strict=True))]
+    return _joined(alike, marks, exchange(parts, timeout))
+
+
+def _alike(marks: Sequence[Sequence[bytes]]) -> dict[tuple[int, bytes], list[int]]:
+    """(Which blob, mark) -> ranks that have it."""
+    alike: dict[tuple[int, bytes], list[int]] = defaultdict(list)
     for other, own in enumerate(marks):
         for index, mark in enumerate(own):
             alike[index, mark].append(other)
-    parts = [part_of(blob, alike[index, mark], rank) for index, (blob, mark) in enumerate(zip(blobs, marks[rank], strict=True))]
-    said = exchange(parts, timeout)
+    return alike
+
+
+def _joined(
+    alike: Mapping[tuple[int, bytes], list[int]], marks: Sequence[Sequence[bytes]], said: Sequence[Sequence[bytes]]
+) -> list[list[bytes]]:
+    """The blobs of each rank, of which ranks have said a part each."""
     whole = {key: b"".join(said[other][key[0]] for other in ranks) for key, ranks in alike.items()}
     for (index, mark), blob in whole.items():
         if mark_of(blob) != mark:
@@ -355,10 +367,16 @@ def exchange_or_raise(fn: Callable[[], T], timeout: float = 60.0) -> list[T]:
         cause = error
         blob = pickle.dumps(_Failure.of(error))
     outcomes: list[_Result[T] | _Failure] = _loaded(exchange_bytes(blob, timeout))
-    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
+    values, failures = _parted(outcomes)
     if failures:
         raise _common_error(failures) from cause
-    return [outcome.value for outcome in outcomes if isinstance(outcome, _Result)]
+    return values
+
+
+def _parted(outcomes: Sequence[_Result[T] | _Failure]) -> tuple[list[T], dict[int, _Failure]]:
+    """The results, and the failures by rank."""
+    failures = {rank: outcome for rank, outcome in enumerate(outcomes) if isinstance(outcome, _Failure)}
+    return [outcome.value for outcome in outcomes if isinstance(outcome, _Result)], failures
 
 
 def on_all_ranks(fn: Callable[[], T], timeout: float = 60.0) -> T:

@@ -11,7 +11,7 @@ from typing import Any
 
 from agent_kit import preload
 from rank_kit import Failed, World
-from three_ways import WAYS, Cell, differing
+from three_ways import WAYS, Cell, differing, recorded
 
 preload("combinations_case")
 
@@ -186,12 +186,20 @@ def run(traits: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
                     said[way] = found
                     del running[way]
     verdict, told = judged(said)
+    if verdict == "failed" and all("ReplicaDivergedError" in text for text in told) and drifts(folders["ddp"] / "cell", told[0]):
+        verdict = "refused"
     if verdict != "done":
         return verdict, told
     found = differing(folders, "cell", Cell(), traits["ranks"])
     if "nothing to resume yet" in (folders["killed"] / "cell" / "output-0").read_text().partition("nothing to resume yet")[2]:
         found = [each for each in found if ": end " not in each]  # began anew, as plain DDP would have: files of its first start are there
     return ("different" if found else "same"), found
+
+
+def drifts(folder: Path, told: str) -> bool:
+    """Whether two ranks of plain DDP have ended with different values of what ``told`` names."""
+    first, second = (recorded(folder / f"rank-{rank}")[0] for rank in (0, 1))
+    return any(key.rpartition("/")[2] in told and second.get(key) != value for key, value in first.items() if key.startswith("final["))
 
 
 def judged(said: dict[str, Any]) -> tuple[str, list[str]]:

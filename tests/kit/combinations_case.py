@@ -414,7 +414,8 @@ class Module(L.LightningModule):
         if "drawn in validation" in self._habits:
             loss = loss * torch.rand(())
         self.log("val", loss, sync_dist=True)
-        when = "sanity" if self.trainer.sanity_checking else f"{self.current_epoch} {self.global_step}"
+        seen = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready  # one step may be validated several times, between its batches
+        when = "sanity" if self.trainer.sanity_checking else f"{self.current_epoch} {self.global_step} {seen}"
         self._record.note(f"validation {when} {dataloader_idx} {batch_idx}", batch, loss)
 
     def on_validation_start(self) -> None:

@@ -59,11 +59,14 @@ class Attempt:
                 slow = [rank for rank in self._pipes_open() if computed[rank] > before[rank] + timeout / 100]
                 assert slow, f"ranks {self._pipes_open()} did not end within {timeout:g} s, nor compute for a hundredth of it"
                 end = time.monotonic() + timeout
-            pipes = {self._pipes[rank]: rank for rank in self._pipes_open()}
-            ready = wait(list(pipes), 0.1)
-            for rank in [rank for pipe, rank in pipes.items() if pipe in ready]:
+            pipes = {rank: self._pipes[rank] for rank in self._pipes_open()}
+            ends = {rank: self.processes[rank].sentinel for rank in pipes}  # processes of its loaders keep the pipe of a killed rank open
+            ready = wait([*pipes.values(), *ends.values()], 0.1)
+            for rank in [rank for rank in pipes if pipes[rank] in ready or ends[rank] in ready]:
                 try:
-                    self.said[rank] = self._pipes[rank].recv()
+                    if not pipes[rank].poll():
+                        raise EOFError
+                    self.said[rank] = pipes[rank].recv()
                 except EOFError:
                     self.processes[rank].join(WAIT)
                     self.said[rank] = Failed(f"rank {rank} died with exit code {self.processes[rank].exitcode}")

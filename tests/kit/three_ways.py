@@ -128,9 +128,9 @@ def differing(folders: Mapping[str, Path], name: str, cell: Cell, ranks: int = 2
     """Names what each way of a cell has recorded otherwise than plain DDP did, and what it has recorded in two versions."""
     found = [f"{kill} did not happen" for kill in cell.kills if not (folders["killed"] / name / f"killed-{kill}").exists()]
     for rank in range(ranks):
-        plain, _ = _read(folders["ddp"] / name / f"rank-{rank}")
+        plain, _ = recorded(folders["ddp"] / name / f"rank-{rank}")
         for way in ("undisturbed", "killed"):
-            values, repeated = _read(folders[way] / name / f"rank-{rank}")
+            values, repeated = recorded(folders[way] / name / f"rank-{rank}")
             found += [f"{way}, rank {rank}: {text}" for text in repeated]
             for key in {**plain, **values}:
                 if plain.get(key) != values.get(key):
@@ -138,7 +138,7 @@ def differing(folders: Mapping[str, Path], name: str, cell: Cell, ranks: int = 2
     return found
 
 
-def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
+def recorded(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Key -> value, and what was written down again otherwise. Keys that begin with "end" say how things ended: the last one counts."""
     values: dict[str, Any] = {}
     repeated = []

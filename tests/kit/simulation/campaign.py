@@ -52,8 +52,11 @@ def play(
     *,
     spells: int = 1,
     gap: float = 0.0,
+    has_faults: bool = True,
 ) -> Outcome:
     """Simulates a seed in a forked process, which may take ``patience`` processor seconds.
+
+    Without faults it ends after ``seconds``, where else the job must come up again.
 
     ``before`` is called there first, to break the package: what follows ends with the first violation. ``spells`` and ``gap``: those of
     `World.simulate`.
@@ -65,7 +68,7 @@ def play(
             gc.disable()  # nothing is collected in so short a life, and looking for it takes a third of the time
             if before is not None:
                 before()
-            said = json.dumps(asdict(_play(seed, seconds, before is not None, ranks, spells, gap))).encode()
+            said = json.dumps(asdict(_play(seed, seconds, before is not None, ranks, spells, gap, has_faults))).encode()
         except BaseException:
             said = json.dumps(asdict(Outcome(seed, wrong=[traceback.format_exc()[-2000:]]))).encode()
         while said:
@@ -85,10 +88,11 @@ def play(
         return Outcome(seed, wrong=[f"the simulation has come to no end within {patience} processor seconds"])
 
 
-def _play(seed: int, seconds: float, is_broken: bool, ranks: int, spells: int, gap: float) -> Outcome:
+def _play(seed: int, seconds: float, is_broken: bool, ranks: int, spells: int, gap: float, has_faults: bool) -> Outcome:
     world, begin = World(seed, ranks), time.process_time()
     world.judge = Check() if is_broken else None
-    history = world.simulate(seconds, QUIET, spells, gap)
+    world.is_quiet = not has_faults
+    history = world.simulate(seconds, QUIET if has_faults else 0.0, spells, gap)
     took = time.process_time() - begin
     said = [line[:2000] for line in world.lines if any(text in line for text in _NEVER)]
     wrong = [*violations(history), *world.loop.errors, *said]

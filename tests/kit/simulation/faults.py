@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 def _kill_worker(world: World) -> None:
     if hosts := [host for host in world.hosts if host.worker is not None]:
-        world.kill_worker(world.rng.choice(hosts), "a fault")
+        host = world.rng.choice(hosts)
+        first = world.rng.choice(host.workers) if len(host.workers) > 1 else None
+        world.kill_worker(host, "a fault", first=first)
 
 
 def _kill_agent(world: World) -> None:
@@ -85,8 +87,8 @@ def _orphan(world: World) -> None:
     """A launcher is lost, and its worker, which does nothing at first, lives on for a while beside the next one; its agent may die, too."""
     if hosts := [host for host in world.hosts if host.worker is not None]:
         host = world.rng.choice(hosts)
-        assert host.worker is not None
-        stop(world, host.worker.process, world.rng.uniform(0.0, 15.0))
+        for worker in host.workers:
+            stop(world, worker.process, world.rng.uniform(0.0, 15.0))
         world.kill_worker(host, "its launcher is lost", world.rng.uniform(5.0, 30.0))
         if host.agent is not None and world.rng.random() < 0.7:
             world.record("agent killed", host=host.name)
@@ -120,19 +122,26 @@ def _forge(world: World) -> None:
 
 
 def forged(world: World, host: str) -> None:
-    """Sees to it, now and then, that this host does not hear what is committed next, and that ranks choose then."""
+    """Sees to it, mostly, that this host does not hear what is committed next, and that ranks choose right after that (`on_commit`)."""
     if world.is_quiet or world.rng.random() < 0.3:
         return
     for near in [agent.host.name for agent in world.leading if agent.host.name != host]:
-        world.record("one way", near=near, far=host, seconds=6.0)
-        world.network.block(near, host, 6.0)
-    world.loop.outside(world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.0), _restart_all, world)
+        world.record("one way", near=near, far=host, seconds=12.0)
+        world.network.block(near, host, 12.0)
+        world.is_forged = True
+
+
+def on_commit(world: World) -> None:
+    """A leader has decided a commit: where a copy of it may have another root than its writer's, ranks choose next."""
+    if world.is_forged:
+        world.is_forged = False
+        world.loop.outside(world.loop.time() + world.rng.uniform(0.0, 0.3), _restart_all, world)
 
 
 def _bypass(world: World, tries: int = 20) -> None:
     """A host is cut off when copies are on their way from it, and comes back when others choose what to resume without it."""
     crew, later = [host for host in world.hosts if host.worker is not None], len(world.attempts)
-    writing = [host for host in crew if host.worker is not None and host.worker.writing >= 0]
+    writing = [host for host in crew if any(worker.writing >= 0 for worker in host.workers)]
     if not writing or len(crew) < 2:
         if tries and not world.is_quiet:
             world.loop.outside(world.loop.time() + 0.13 * world.step, _bypass, world, tries - 1)

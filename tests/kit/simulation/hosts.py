@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from gemini_ft.agent import main as agent_main
 from gemini_ft.agent.context import RunContext
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from simulation.client import SimulatedClient
     from simulation.worker import Script
     from simulation.world import World
+
+T = TypeVar("T")
 
 
 class _Run(RunContext):
@@ -77,12 +79,17 @@ class Host:
 
     name: str
     agent: Agent | None = None
-    worker: Script | None = None
+    workers: list[Script] = field(default_factory=list)  # of the present attempt
     is_up: bool = True
     notes: list[str] = field(default_factory=list)  # of the launcher
     ready_at: float = 0.0  # when its launcher may begin another attempt
     bereft_at: float = -1e9  # when its last agent ended
     lingers_until: float = 0.0  # a worker of a broken attempt is left alone until then
+
+    @property
+    def worker(self) -> Script | None:
+        """The first of its workers."""
+        return self.workers[0] if self.workers else None
 
 
 class Attempt:
@@ -93,7 +100,9 @@ class Attempt:
         self.scripts: list[Script] = []
         self.broken = False
         self._said: dict[int, dict[int, bytes]] = {}
+        self._all: dict[int, list[bytes]] = {}  # the same in rank order, when all have come
         self._turn: dict[int, int] = {}
+        self._results: dict[tuple[int, str], Any] = {}
 
     def exchange(self, script: Script, blob: bytes, timeout: float) -> list[bytes]:
         """An all-gather: ends when all have come and this rank reaches them, or with an error."""
@@ -116,6 +125,7 @@ class Attempt:
         turn = self._turn[script.rank] = self._turn.get(script.rank, 0) + 1
         self._said.setdefault(turn, {})[script.rank] = blob
         self._said.pop(turn - 2, None)
+        self._all.pop(turn - 2, None)
         pause, end = 0.001, self.world.loop.time() + timeout
         while self.world.loop.time() < end:
             yield self.world.rng.expovariate(1 / pause)
@@ -126,8 +136,24 @@ class Attempt:
         reached = self.world.network.is_sound or all(
             host is script.host or self.world.network.reaches(script.host.name, host.name) for host in self.hosts
         )
-        if reached and len(said := self._said[self._turn[script.rank]]) == len(self.hosts):
-            return [said[rank] for rank in range(len(self.hosts))]
+        turn = self._turn[script.rank]
+        if reached and len(said := self._said[turn]) == self.world.ranks:
+            if turn not in self._all:
+                self._all[turn] = [said[rank] for rank in range(self.world.ranks)]
+            return self._all[turn]
         if self.broken and reached:
             raise PeerError("another rank was lost while the ranks exchanged what they know")
         return None
+
+    def once(self, script: Script, work: Callable[..., T]) -> Callable[..., T]:
+        """The same as ``work``, a pure function of what all ranks have said last: one of them calls it, and the others have its result."""
+
+        def result(*args: Any) -> T:
+            key = self._turn[script.rank], work.__name__
+            if key not in self._results:
+                self._results = {known: value for known, value in self._results.items() if known[0] >= key[0] - 1}
+                self._results[key] = work(*args)
+            found: T = self._results[key]
+            return found
+
+        return result

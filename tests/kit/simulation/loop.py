@@ -1,7 +1,8 @@
 """asyncio on simulated time, and processes on it that can be stopped, slowed down and killed at any moment.
 
 Every callback runs in the context of its process. One whose process is dead is dropped; one whose process is stopped waits until that
-goes on. Blocking code runs on threads of its own of which never more than one is awake, so that a run can be repeated exactly.
+goes on. Blocking code runs on stacks of its own, one at a time, so that a run can be repeated exactly: greenlets where they are
+installed, and threads elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +20,12 @@ from random import Random
 from typing import Any, ClassVar, TypeVar
 
 from gemini_ft.errors import StorageError
+
+greenlet: Any
+try:
+    import greenlet
+except ImportError:
+    greenlet = None  # threads do the same, slower
 
 T = TypeVar("T")
 _LEAST = 1e-9  # seconds; without it, a wait for what is left of a second may take no time, again and again
@@ -232,39 +239,59 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class _Thread:
-    """A thread for fibers, one after the other: to start one takes longer than most of them live."""
+    """A thread for fibers, one after the other: to start one takes longer than most of them live. One thread at a time is awake."""
 
     idle: ClassVar[list[_Thread]] = []
 
     def __init__(self) -> None:
-        self._has_work = threading.Lock()
+        self._mine, self._loops = threading.Lock(), threading.Lock()
+        self._mine.acquire()
+        self._loops.acquire()
         self._fiber: Fiber | None = None
-        self._has_work.acquire()
-        self.thread = threading.Thread(target=self._work, daemon=True)
-        self.thread.start()
+        threading.Thread(target=self._work, daemon=True).start()
 
     @classmethod
-    def take(cls) -> _Thread:
-        """An idle thread, or a new one. An idle one is through with its last fiber, as no more than one thread is awake at a time."""
-        return cls.idle.pop() if cls.idle else cls()
+    def take(cls, fiber: Fiber) -> _Thread:
+        """An idle thread, or a new one."""
+        thread = cls.idle.pop() if cls.idle else cls()
+        thread._fiber = fiber
+        return thread
 
-    def run(self, fiber: Fiber) -> None:
-        self._fiber = fiber
-        self._has_work.release()
+    def resume(self) -> None:
+        self._mine.release()
+        self._loops.acquire()
+
+    def pause(self) -> None:
+        self._loops.release()
+        self._mine.acquire()
 
     def _work(self) -> None:
+        self._mine.acquire()
         while True:
-            self._has_work.acquire()
             fiber, self._fiber = self._fiber, None
             assert fiber is not None
             fiber.main()
-            self.idle.append(self)
-            fiber.over()
             del fiber
+            self.idle.append(self)
+            self.pause()
+
+
+class _Greenlet:
+    """A stack of its own for a fiber, on the loop's thread: to change over needs no other thread, for which a busy machine lets it wait."""
+
+    def __init__(self, fiber: Fiber) -> None:
+        self._greenlet = greenlet.greenlet(fiber.main)
+
+    def resume(self) -> None:
+        self._greenlet.parent = greenlet.getcurrent()
+        self._greenlet.switch()
+
+    def pause(self) -> None:
+        self._greenlet.parent.switch()
 
 
 class Fiber:
-    """Blocking code of a process on a thread of its own, which is awake only while the loop waits for it.
+    """Blocking code of a process on a stack of its own, which goes on only while the loop waits for it.
 
     Args:
         process: whose.
@@ -272,36 +299,32 @@ class Fiber:
         over: called on the loop with its result, or its error.
     """
 
-    current = threading.local()
+    running: ClassVar[Fiber | None] = None
 
     def __init__(self, process: Process, work: Callable[[], Any], over: Callable[[Any, BaseException | None], None]) -> None:
         self.process, self._work, self._over = process, work, over
         self.loop = process.loop
         self.loop.fibers_begun += 1
         self.number = self.loop.fibers_begun
-        self._mine, self._loops = threading.Lock(), threading.Lock()
-        self._mine.acquire()
-        self._loops.acquire()
         self._dead = False
         self.turn = 0  # counts its waits, so that a wake-up for an earlier one counts for nothing
         process.fibers.add(self)
         self._context = contextvars.copy_context()
-        self._thread: _Thread | None = None
+        self._stack: _Thread | _Greenlet | None = None
 
     @staticmethod
     def here() -> Fiber | None:
-        return getattr(Fiber.current, "fiber", None)
+        return Fiber.running
 
     # -- on the loop
 
     def go_on(self) -> None:
         """Lets it run until it waits again, or ends."""
-        if self._thread is None:
-            self._thread = _Thread.take()
-            self._thread.run(self)
-        else:
-            self._mine.release()
-        self._loops.acquire()
+        if self._stack is None:
+            self._stack = _Greenlet(self) if greenlet is not None else _Thread.take(self)
+        before, Fiber.running = Fiber.running, self
+        self._stack.resume()
+        Fiber.running = before
 
     def wake(self, turn: int) -> None:
         if turn == self.turn and self in self.process.fibers:
@@ -310,15 +333,14 @@ class Fiber:
     def end(self) -> None:
         """Ends it, as its process is dead."""
         self._dead = True
-        if self._thread is not None and threading.current_thread() is not self._thread.thread:
+        if self._stack is not None and Fiber.running is not self:
             self.go_on()
         else:
             self.process.fibers.discard(self)
 
-    # -- on its thread
+    # -- on its own stack
 
     def main(self) -> None:
-        Fiber.current.fiber = self
         value, error = None, None
         try:
             value = self._context.run(self._work)
@@ -330,17 +352,13 @@ class Fiber:
         if not self._dead:
             self.loop.call_soon(self._over, value, error, context=self.process.context.copy())
 
-    def over(self) -> None:
-        """Lets the loop go on."""
-        self._loops.release()
-
     def check(self) -> None:
         if self._dead or not self.process.alive:
             raise Killed
 
     def _wait(self) -> None:
-        self._loops.release()
-        self._mine.acquire()
+        assert self._stack is not None
+        self._stack.pause()
         self.turn += 1
         self.check()
 

@@ -38,7 +38,7 @@ class Recess:
         world, end = self._world, self._world.loop.time() + _SETTLES + 30 * self._world.step
         self._over.clear()
         while not (is_still := self._is_still()) and world.loop.time() < end:
-            at = [host.worker.at for host in world.hosts if host.worker is not None]
+            at = [worker.at for host in world.hosts for worker in host.workers]
             if at and not (self.begins_at is not None and max(at) <= self.begins_at <= max(at) + 2):  # another attempt has begun
                 self.begins_at = max(at) + 2
             await asyncio.sleep(1.0)
@@ -51,7 +51,7 @@ class Recess:
     def _is_still(self) -> bool:
         """Whether nothing is under way on any host, in the network, in storage or between agents."""
         world = self._world
-        workers = [host.worker for host in world.hosts if host.worker is not None]
+        workers = [worker for host in world.hosts for worker in host.workers]
         busy = any(process.fibers or process.parked or process.is_stopped for process in world.loop.processes)
         rests = len(workers) == world.ranks == sum(len(world.scripts_on(host)) for host in world.hosts)
         if busy or not rests or not all(worker.is_resting for worker in workers) or not all(host.is_up for host in world.hosts):
@@ -67,7 +67,7 @@ class Recess:
                 yield stream.present_session
 
     def _jump(self, seconds: float) -> None:
-        for worker in [host.worker for host in self._world.hosts if host.worker is not None]:
+        for worker in [worker for host in self._world.hosts for worker in host.workers]:
             assert worker.client is not None
             worker.client._heard += seconds
         for session in self._sessions():

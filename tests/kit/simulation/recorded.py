@@ -16,14 +16,17 @@ from gemini_ft.storage import checkpoints
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checked, checkpoint_folder
 from gemini_ft.storage.shard import ShardRecord
 from gemini_ft.wire.peer_messages import PeerMessage
+from simulation import faults
 from simulation.loop import PROCESS
-from simulation.made import EXTRAS, content, text
+from simulation.made import EXTRAS, checksums, content, text
 from simulation.storage import READING
 from simulation.worker import Script
 
 if TYPE_CHECKING:
     from simulation.hosts import Host
     from simulation.world import World
+
+_HEADER = 4096  # bytes of a slot's header, behind which there are the checksums of its chunks
 
 
 def on_storage(world: World, event: str, key: str, **facts: Any) -> None:
@@ -78,10 +81,10 @@ def copies(world: World, hosts: list[Host], only: Version | None = None) -> dict
 
 def _descriptors(world: World, host: Host) -> list[int]:
     fds = [memory.fd for memory in host.agent.memory] if host.agent is not None else []
-    if host.worker is not None:
-        fds += host.worker.fds
-        if host.worker.client is not None:
-            fds += host.worker.client.custody.values()
+    for worker in host.workers:
+        fds += worker.fds
+        if worker.client is not None:
+            fds += worker.client.custody.values()
     return fds
 
 
@@ -99,6 +102,7 @@ def on_decision(world: World, stream: Stream, message: PeerMessage) -> None:
             assert session.failover.leader is not None
             book = session.failover.leader.book
             world.commits += 1
+            faults.on_commit(world)
             facts["epoch"], facts["leads_in"] = session.succession.epoch, session.failover.leader._epoch
             facts["folder"] = checkpoint_folder(world.run, stream.context.name, message.version)
             facts["copies"] = copies(world, world.hosts, message.version).get(text(message.version), {})
@@ -165,9 +169,9 @@ def state(world: World) -> dict[str, Any]:
 
 
 def sound(fd: int, size_at: Callable[[int], int], only: Version | None = None) -> tuple[int, Version] | None:
-    """(owner, version) of the copy in a slot, if its bytes are those that its owner has made."""
+    """(owner, version) of the copy in a slot, if its bytes, and the checksums beside them, are those that its owner has made."""
     try:
-        header, _ = slot_memory._read_header(os.pread(fd, 4096, 0), os.fstat(fd).st_size)
+        header, _ = slot_memory._read_header(os.pread(fd, _HEADER, 0), os.fstat(fd).st_size)
     except (CorruptDataError, FormatError):
         return None
     version = header.version
@@ -176,4 +180,6 @@ def sound(fd: int, size_at: Callable[[int], int], only: Version | None = None) -
     shape = header.shape(b"\0" * header.layout_bytes)
     nbytes = size_at(version.iteration)
     data = os.pread(fd, nbytes + header.extras_bytes, shape.data_offset)
-    return (shape.owner, version) if data == content(shape.owner, version, nbytes) + EXTRAS else None
+    table = b"".join(each.to_bytes(8, "little") for each in checksums(shape.owner, version, nbytes, header.chunk_bytes))
+    is_made = data == content(shape.owner, version, nbytes) + EXTRAS and os.pread(fd, len(table), _HEADER) == table
+    return (shape.owner, version) if is_made else None

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from gemini_ft.launch import notes
 from gemini_ft.storage import checkpoints, lookout, shard
 from gemini_ft.wire.peer_messages import PeerMessage
 from gemini_ft.wire.tcp import Connection
-from gemini_ft.worker import rendezvous, resume_choice, storage_check
+from gemini_ft.worker import introductions, rendezvous, resume_choice, storage_check
 from gemini_ft.worker import session as joining
 from simulation import network as networking
 from simulation import recorded, visitor
@@ -79,6 +79,9 @@ def seams(world: World) -> Iterator[None]:
     def here_or_nowhere() -> str:
         process = PROCESS.get()
         return process.host if process is not None else ""
+
+    def once(work: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: here().attempt.once(here(), work)(*args)
 
     make_spec = joining._make_spec
     on_decision, choose, finish = Stream.decide, resume_choice.Chooser.choose, SlotMemory.finish
@@ -160,6 +163,8 @@ def seams(world: World) -> Iterator[None]:
         (notes, "say", said),
         (rendezvous, "dist", world_size),
         (rendezvous, "exchange_bytes", lambda blob, timeout: here().attempt.exchange(here(), blob, timeout)),
+        *((rendezvous, name, once(getattr(rendezvous, name))) for name in ("_loaded", "_parted", "_alike", "_joined")),
+        (introductions, "_put_together", once(introductions._put_together)),
         (joining, "lifecycle", no_process),
         *((each, "__hash__", number_of) for each in HASHED),
         (Stream, "decide", decided),

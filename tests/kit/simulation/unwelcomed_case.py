@@ -19,7 +19,8 @@ async def _die_unwelcomed(world: World) -> list[bool]:
     await asyncio.sleep(1.0)
     agent.process.stop(5.0)
     process = Process(world.loop, "rank 0", host.name)
-    host.worker = SCRIPTS[process] = script = Script(world, Attempt(world, world.hosts[: world.ranks], 0), host, 0, process)
+    SCRIPTS[process] = script = Script(world, Attempt(world, world.hosts[: world.width], 0), host, 0, process)
+    host.workers = [script]
     process.soon(Fiber(process, script.main, lambda value, error: None).go_on)
     await asyncio.sleep(2.0)
     said = bool(agent.ends)

@@ -41,11 +41,11 @@ _ENDS = 200.0  # seconds until a job that has finished is over on all hosts
 
 
 class World:
-    """One run over simulated time: a job of three or five ranks (or ``ranks``), each on a host of its own, and a spare.
+    """One run over simulated time: a job on three or five hosts (or ``ranks``), and a spare. In some runs each host has two ranks.
 
     Args:
         seed: everything is drawn from it.
-        ranks: of the job; 0: drawn, too.
+        ranks: of the job, each on a host of its own; 0: drawn, too.
     """
 
     def __init__(self, seed: int, ranks: int = 0) -> None:
@@ -60,8 +60,10 @@ class World:
         self.bucket.slowness, self.bucket.halving = rng.choice([0.02, 0.02, 2.0]), rng.choice([0.0, 0.0, 0.1])
         self.haste = rng.choice([0.0, 0.3, 0.8])  # probability that a fault strikes while ranks join
         self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
-        self.nbytes, self.ranks = rng.choice([64, 512, 1536]), rng.choice([3, 3, 5])
-        self.ranks = ranks or self.ranks
+        self.nbytes, self.width = rng.choice([64, 512, 1536]), rng.choice([3, 3, 5])
+        self.per_host = 1 if ranks else Random(f"{seed}: ranks of a host").choice([1, 1, 2])
+        self.width = ranks or self.width  # hosts that the job needs
+        self.ranks = self.width * self.per_host
         self.growth = rng.choice([0, 0, 7, 40])  # steps after which the state has another size; 0: never
         self.fan_in = rng.choice([64, 1, 2])  # hosts that report to the leader, beyond which there are collectors
         self.on_device = rng.random() < 0.3  # whether agents form the checksums of what the ranks have laid down
@@ -70,7 +72,8 @@ class World:
         self.linger = 3600.0
         self.boot_seconds = 60.0  # of a host that has lost its power, in the mean
         self.misspeaking = self.forging = 0  # checksums that ranks say, and roots that agents form, in which a bit flips
-        self.hosts = [Host(f"h{number}") for number in range(self.ranks + 1)]
+        self.is_forged = False  # since one was, nothing has been committed
+        self.hosts = [Host(f"h{number}") for number in range(self.width + 1)]
         self.fault_seconds = rng.choice([4.0, 8.0, 20.0])
         self.grace = rng.choice([4.0, 4.0, 20.0])  # seconds for which a worker may outlive its attempt
         self.theme = THEMES[seed % len(THEMES)]
@@ -221,8 +224,8 @@ class World:
         self.loop.outside(0.0, self._kill_process, process, why)
 
     def _kill_process(self, process: Process, why: str) -> None:
-        if (script := SCRIPTS.get(process)) is not None and script.host.worker is script:
-            self.kill_worker(script.host, why)
+        if (script := SCRIPTS.get(process)) is not None and script in script.host.workers:
+            self.kill_worker(script.host, why, first=script)
         elif script is not None:
             self._bury(script)
 
@@ -230,20 +233,29 @@ class World:
         """All workers of a host that live, also those whose launcher is lost."""
         return [script for process, script in SCRIPTS.items() if script.host is host and process.alive]
 
-    def kill_worker(self, host: Host, why: str, lives: float = 0.0) -> None:
-        """Ends a worker, after that many more seconds in which its launcher knows nothing of it."""
-        script = host.worker
-        if script is None:
+    def kill_worker(self, host: Host, why: str, lives: float = 0.0, first: Script | None = None) -> None:
+        """Ends a host's workers, as their launcher does.
+
+        Args:
+            host: theirs.
+            why: for the history.
+            lives: seconds for which they live on, as their launcher knows nothing of them any more.
+            first: is dead when the launcher ends the others a moment later.
+        """
+        if not (scripts := host.workers):
             return
-        if not script.has_finished:
+        if not all(script.has_finished for script in scripts):
             self.record("killed", host=host.name, why=why)
-        host.worker = None
-        host.ready_at = self.loop.time() + self.rng.uniform(0.2, 3.0) + 15.0 * script.lacks  # it gives way to others
-        script.attempt.broken |= not script.has_finished
-        if lives:
-            self.loop.outside(self.loop.time() + lives, self._bury, script)
-        else:
-            self._bury(script)
+        host.workers = []
+        host.ready_at = self.loop.time() + self.rng.uniform(0.2, 3.0)
+        host.ready_at += 15.0 * any(script.lacks for script in scripts)  # it gives way to others
+        for script in scripts:
+            script.attempt.broken |= not script.has_finished
+            later = lives or (self.rng.uniform(0.0, 0.5) if first not in (None, script) else 0.0)
+            if later:
+                self.loop.outside(self.loop.time() + later, self._bury, script)
+            else:
+                self._bury(script)
 
     def _bury(self, script: Script) -> None:
         if script.process.alive:
@@ -258,8 +270,10 @@ class World:
         if error is not None and not isinstance(error, GeminiError):
             self.loop.errors.append("".join(traceback.format_exception(error)))
         self.say(script.host.name, f"rank {script.rank} ends: {error}")
-        if script.host.worker is script:
-            self.kill_worker(script.host, "error" if error is not None else "end")
+        if error is None and script in script.host.workers and len(script.host.workers) > 1:  # others of its host have not ended yet
+            script.host.workers.remove(script)
+        if script in script.host.workers:
+            self.kill_worker(script.host, "error" if error is not None else "end", first=script)
         else:
             self._bury(script)
 
@@ -278,7 +292,7 @@ class World:
             else:
                 host.lingers_until = 0.0
         free = [host for host in self.hosts if host.is_up and host.worker is None and now >= host.ready_at]
-        if len(free) < self.ranks or any(script.has_finished for each in self.attempts[-1:] for script in each.scripts):
+        if len(free) < self.width or any(script.has_finished for each in self.attempts[-1:] for script in each.scripts):
             return
         self.rng.shuffle(free)
         for first in free:
@@ -286,8 +300,8 @@ class World:
             for other in free:
                 if other is not first and all(self.network.reaches(other.name, each.name) for each in crew):
                     crew.append(other)
-            if len(crew) >= self.ranks:
-                self._start(crew[: self.ranks])
+            if len(crew) >= self.width:
+                self._start(crew[: self.width])
                 return
 
     def _start(self, crew: list[Host]) -> None:
@@ -299,9 +313,10 @@ class World:
         if not self.is_quiet and self.rng.random() < self.haste:
             at, name = self.loop.time() + self.rng.uniform(0.0, 12.0), self.rng.choice(PROBES)
             self.loop.outside(at, lambda: None if self.is_quiet else FAULTS[name](self))
-        for rank, host in enumerate(crew):
+        for rank, host in enumerate(host for host in crew for _ in range(self.per_host)):
             process = Process(self.loop, f"rank {rank} on {host.name}", host.name)
-            script = host.worker = Script(self, attempt, host, rank, process)
+            script = Script(self, attempt, host, rank, process)
+            host.workers.append(script)
             attempt.scripts.append(script)
             SCRIPTS[process] = script
 
@@ -437,7 +452,7 @@ class World:
     async def _end_job(self) -> None:
         """Lets the ranks end well, and their agents leave."""
         crew = [host for host in self.hosts if host.worker is not None]
-        self.last = 3 + max((host.worker.at for host in crew if host.worker is not None), default=0)
+        self.last = 3 + max((worker.at for host in crew for worker in host.workers), default=0)
         end = self.loop.time() + _ENDS
         while self.loop.time() < end and any(host.worker is not None or host.agent is not None for host in crew):
             await asyncio.sleep(2.0)
