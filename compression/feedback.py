@@ -96,8 +96,7 @@ def compress_parts(
         worlds: how it is divided; (): not at all.
         suffix: of names, to tell this compression of a tensor from others: each needs its own residual and random numbers.
 
-    Returns:
-        A payload for each part; None: nothing is in it.
+    Returns a payload for each part; None: nothing is in it.
     """
     layout = renamed(bundle.layout, suffix)
     if memory is not None:

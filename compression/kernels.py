@@ -153,9 +153,7 @@ def scaled_blocks(flat: Tensor, layout: FlatLayout, factors: Tensor) -> Iterator
 def look_up(codes: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     """The row of a table that each code stands for, one after the other: float32 (codes * width,).
 
-    Args:
-        codes: uint8.
-        table: float32 (codes there are, width), contiguous.
+    ``codes``: uint8. ``table``: float32 (codes there are, width), contiguous.
     """
     rows, width = table.shape
     flat = BUFFERS.empty(codes.numel() * width, device=table.device) if out is None else out

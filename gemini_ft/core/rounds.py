@@ -139,9 +139,7 @@ def _varies(said: Counter[str]) -> bool:
 class FoldedRound:
     """Reports of one version, with one layout and one digest, that say of no copy two different things.
 
-    Args:
-        holders: owner -> hosts, the owner's own first; never changed.
-        excluded: the pairs that do not count, as of `Round`.
+    ``holders``: owner -> hosts, the owner's own first; never changed. ``excluded``: the pairs that do not count, as of `Round`.
     """
 
     def __init__(self, holders: Mapping[int, tuple[str, ...]], excluded: Set[Pair]) -> None:

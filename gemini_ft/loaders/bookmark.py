@@ -39,8 +39,7 @@ _END = object()
 class Bookmark:
     """The position of one loader, and the way in which its next iteration gets there.
 
-    Args:
-        method: as of `gemini_ft.loaders.loader.make_resumable`; so are the others.
+    ``method``: as of `gemini_ft.loaders.loader.make_resumable`; so are the others.
 
     Attributes:
         began_anew: whether the first iteration after a restart began at the first batch, because a whole one had been the step.

@@ -77,9 +77,7 @@ class TrainingState(Protocol):
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
         """Does the work of ``destinations`` for a snapshot that another number of ranks has made.
 
-        Args:
-            layouts: rank of that job -> layout of its shard.
-            extras: rank of that job -> its extras.
+        ``layouts``: rank of that job -> layout of its shard. ``extras``: rank of that job -> its extras.
 
         Returns:
             What to read, by owner and ascending offset; name -> tensor to fill; what to give to ``apply_extras``.
@@ -312,8 +310,7 @@ def _refuse_own(found: Survey, stored: Iterable[TensorSpec], sharded: Container[
         sharded: the names of those that are parts of whole ones.
         extras: of that rank.
 
-    Raises:
-        WorldSizeError: there is some.
+    Raises WorldSizeError: there is some.
     """
     parts = {id(param) for name, param in found.parameters.items() if name in sharded and isinstance(param, DTensor)}
     common = {label: has_common_numbers(optimizer) for label, optimizer, param in found.with_state if id(param) in parts}
@@ -333,8 +330,7 @@ def _refuse_own(found: Survey, stored: Iterable[TensorSpec], sharded: Container[
 def _refuse_parts(extras: Extras, then: int) -> None:
     """Refuses what only as many ranks can load: parts of sharded parameters that are no tensors by name in the snapshot.
 
-    Raises:
-        WorldSizeError: there are some.
+    Raises WorldSizeError: there are some.
     """
     if found := [*extras.get("pending", {}).get("waiting", ()), *extras.get("changes", {}).get("tensors", ())]:
         raise WorldSizeError(

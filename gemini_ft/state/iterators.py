@@ -93,8 +93,7 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
         then: the scalars of the snapshot.
         now: those of the first step after it.
 
-    Raises:
-        StateError: the loop has gone through an epoch again that was over.
+    Raises StateError: the loop has gone through an epoch again that was over.
     """
     marks = [*_marks(state).values()]
     epochs = [name for name in ("epoch", "current_epoch") if name in then]
@@ -115,8 +114,7 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
 class BatchSource:
     """Where the steps of a loop take their batches from: as long as they do, from the loaders in its ``state``.
 
-    Args:
-        state: what the loop has given, as `resume` has left it.
+    ``state``: what the loop has given, as `resume` has left it.
     """
 
     def __init__(self, state: Iterable[Any] = ()) -> None:

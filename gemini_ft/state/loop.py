@@ -39,12 +39,9 @@ _AROUND = {  # name that `wrappers` finds -> the warning about it
 def keepable(item: Any, given: str) -> Any:
     """Returns the object whose ``state_dict`` and ``load_state_dict`` keep ``item``: itself, or a wrapper around a random generator.
 
-    Args:
-        item: an object that the script has given.
-        given: how it was given, for errors: ``state['scheduler']``.
+    ``item``: an object that the script has given. ``given``: how it was given, for errors: ``state['scheduler']``.
 
-    Raises:
-        ConfigError: it lacks these methods, or they would not restore its position.
+    Raises ConfigError: it lacks these methods, or they would not restore its position.
     """
     if is_generator(item):
         return GivenGenerator(item)

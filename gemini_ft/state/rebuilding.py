@@ -198,8 +198,7 @@ def refuse(changes: Changes, modules: Modules) -> None:
 def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: Changes) -> None:
     """Builds the changes in a fresh process; parts that are so already are left as they are.
 
-    Raises:
-        LayoutMismatchError: it was neither as the script made it then, nor as it is to be.
+    Raises LayoutMismatchError: it was neither as the script made it then, nor as it is to be.
     """
     ties: dict[str, str | None] = {**describe(models, ()).ties}  # all of them: a buffer that is resized is another tensor
     for name, (first_then, first_now) in changes.ties.items():

@@ -22,9 +22,7 @@ READER_SECONDS = 6 * 3600.0  # for which this process has seen a reader's note, 
 def read_back(storage: Storage, manifest: Manifest) -> None:
     """Makes sure that a stored checkpoint is there: its manifest as it was written, every shard to its end, and samples of the bytes.
 
-    Raises:
-        CorruptDataError: something of it is not as it was written.
-        StorageError: the storage failed.
+    Raises CorruptDataError: something of it is not as it was written. StorageError: the storage failed.
     """
     if read_manifest(storage, manifest.folder) != manifest:
         raise CorruptDataError(f"{storage.url}: {manifest.folder}/{MANIFEST} is not as it was written")

@@ -101,9 +101,7 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
 async def certificate_at(address: Address, secret: bytes, *, further: Sequence[str] = ()) -> bytes:
     """The certificate of whoever answers at an address, or at a ``further`` one, and knows the secret.
 
-    Raises:
-        PeerError: there is no answer, or not in time.
-        SecretError: the peer does not know the secret.
+    Raises PeerError: there is no answer, or not in time. SecretError: the peer does not know the secret.
     """
     try:
         async with asyncio.timeout(TIMEOUT):

@@ -36,9 +36,8 @@ def bind_addresses(interfaces: Sequence[str], master: str | None = None) -> list
         interfaces: names of interfaces (``ib0``) or CIDRs (``10.1.0.0/16``, ``fd00::/8``); empty: the route to ``master``.
         master: a host; default: MASTER_ADDR, or else 127.0.0.1.
 
-    Raises:
-        ConfigError: no such interface, or none with an address in that network, where the message lists what there is; or one address
-            twice.
+    Raises ConfigError: no such interface, or none with an address in that network, where the message lists what there is; or one address
+    twice.
     """
     if not interfaces:
         return [_route_to(master or os.environ.get("MASTER_ADDR", "127.0.0.1"))]
@@ -87,9 +86,7 @@ def bound(host: str, port: int, kind: socket.SocketKind) -> socket.socket:
 class Addresses:
     """The addresses of an agent, one for each network, for whoever dials several sockets to it.
 
-    Args:
-        address: which is tried first.
-        further: its addresses in other networks, at which the same port is open.
+    ``address``: which is tried first. ``further``: its addresses in other networks, at which the same port is open.
     """
 
     def __init__(self, address: tuple[str, int], further: Sequence[str]) -> None:

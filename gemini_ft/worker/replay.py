@@ -269,12 +269,9 @@ class Replay:
 
         A rank is named only if its second and third results are the same, and most ranks repeat theirs.
 
-        Args:
-            again: makes the computation again, without a trace.
-            changed: what has changed that nobody has written.
+        ``again``: makes the computation again, without a trace. ``changed``: what has changed that nobody has written.
 
-        Raises:
-            ReplayError: a few ranks did not get the same bits.
+        Raises ReplayError: a few ranks did not get the same bits.
         """
         second = self._repeated(again)
         differing = [name for name, digest in first.items() if second.get(name) != digest and name not in self._left_out]

@@ -176,8 +176,7 @@ class Snapshotter:
     def before_update(self) -> None:
         """Waits for the copy, as the training thread is about to write; gives it up when it could not begin.
 
-        Raises:
-            ConcurrentWriteError: there is a difference, and it ``raises``.
+        Raises ConcurrentWriteError: there is a difference, and it ``raises``.
         """
         job = self._job
         if job is None:
@@ -244,8 +243,7 @@ class Snapshotter:
     def _wait(self, job: PendingSnapshot, enough: tuple[SnapshotState, ...]) -> None:
         """Waits for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
 
-        Raises:
-            AgentError: the copy has begun, and does not end.
+        Raises AgentError: the copy has begun, and does not end.
         """
         if not self._comes_to(job, (SnapshotState.COPYING, SnapshotState.ISSUED, SnapshotState.DONE), self._grant_timeout):
             self._impatient = True

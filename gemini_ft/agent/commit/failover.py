@@ -98,9 +98,7 @@ class Failover:
     def join(self, connection: Connection, host: str, epoch: int, promised: int) -> MemberPort | CollectorPort | Refusal:
         """Takes in a host that reports to this one, or asks it to lead; or hears of a leader that makes itself known.
 
-        Args:
-            epoch: the one that this host is asked to lead.
-            promised: the newest one of which that host knows.
+        ``epoch``: the one that this host is asked to lead. ``promised``: the newest one of which that host knows.
         """
         self.hear(promised)
         if self.leader is None and self.succession.is_asked(epoch, time.monotonic()):
