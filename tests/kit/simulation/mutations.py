@@ -155,7 +155,7 @@ MUTATIONS = (
         "the event loop waits for a deletion",
     ),
     Mutation(
-        "core.rounds:FoldedRound.complete",
+        "core.rounds:Round.complete",
         "self.own_since is not None and not self._awaited and next(self.missing(), None) is None",
         "self.own_since is not None",
         "what is committed may have no replicas",
