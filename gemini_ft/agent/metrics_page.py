@@ -43,9 +43,7 @@ _OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # whatever versio
 def check_metrics(config: GeminiConfig) -> None:
     """Refuses the option ``metrics`` where prometheus-client is not installed, and a token of the web page that is none.
 
-    Raises:
-        ConfigError: metrics are asked for, and the library is missing; or see `read_token`.
-        SecretError: see `read_token`.
+    Raises ConfigError: metrics are asked for, and the library is missing; or see `read_token`. SecretError: see `read_token`.
     """
     read_token(config)
     if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:

@@ -49,8 +49,7 @@ def plan_recovery(
         refused: versions that led to failure after failure, or whose copies are damaged.
         resizable: whether this job can load what another number of ranks has made.
 
-    Raises:
-        WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
+    Raises WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
     """
     held = by_version(holdings, refused)
     for version in sorted(held, reverse=True):  # the first one is mostly whole: then no other is looked at

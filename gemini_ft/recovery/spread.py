@@ -36,9 +36,7 @@ def owners_to_spread(plan: RecoveryPlan, hosts: Sequence[str]) -> frozenset[int]
     These are the shards that some host lacks, unless the busiest host would send and receive less without: in small jobs most
     copies are where they are needed.
 
-    Args:
-        plan: the version that is resumed, by as many ranks as made it.
-        hosts: rank -> its host.
+    ``plan``: the version that is resumed, by as many ranks as made it. ``hosts``: rank -> its host.
     """
     world_size, held = len(hosts), Counter(host for sources in plan.sources.values() for host in sources)
     lacking = {host: world_size - held[host] for host in hosts}
@@ -80,8 +78,7 @@ class SharedShard:
         root: the committed root; None: unknown.
         world_size: ranks of the job.
 
-    Raises:
-        CorruptDataError: the account is not of what was committed.
+    Raises CorruptDataError: the account is not of what was committed.
     """
 
     def __init__(self, about: Description, root: str | None, world_size: int) -> None:
