@@ -26,7 +26,6 @@ class LoaderParts:
     ``epoch``: the epoch, for samplers that do not tell theirs.
 
     Attributes:
-        generators: the private generators of the parts, by path.
         born: attributes of all parts, compared with those at the beginning. Those that another loader had changed by then count as
             changed: a resumed script may not iterate that one first (a sanity check).
         data: attributes of the parts but samplers, compared with the iteration's start; changes of samplers are made again.
@@ -41,7 +40,7 @@ class LoaderParts:
             "collate": getattr(loader, "collate_fn", None),
             "generator": getattr(loader, "generator", None),
         }
-        self.generators = private_generators(**parts, sampler=_samplers(loader))
+        self.generators = private_generators(**parts, sampler=_samplers(loader))  # the private generators of the parts, by path
         self.born = Attributes({**parts, "sampler": _with_inner(_samplers(loader))}, lambda _: OF_LOADERS)
         self.data = Attributes(parts, lambda _: OF_LOADERS)
         for other in self._made:

@@ -70,7 +70,6 @@ class StateRestore:
         layouts: owner -> layout of its shard, as far as it is known already.
 
     Attributes:
-        reads: owner -> what to read of its shard, by ascending offset.
         tensors: ``Read.name`` -> what to fill.
         own: what to give to ``apply_extras``.
         restored: place (``own memory``, ``peer <host>``, ``other ranks``, ``storage``) -> bytes read from there so far.
@@ -92,7 +91,7 @@ class StateRestore:
         self._sources, self._rank = sources, rank
         with putting_back(sources.plan.version.iteration if sources.plan.version is not None else 0):
             reads, self.tensors, self.own = _prepare(sources, state, extras, rank, world_size, layouts or {})
-        self.reads: dict[int, list[Read]] = {}
+        self.reads: dict[int, list[Read]] = {}  # owner -> what to read of its shard, by ascending offset
         for read in reads:
             self.reads.setdefault(read.owner, []).append(read)
         self.restored: dict[str, int] = {}

@@ -30,15 +30,12 @@ class Resumption:
     """The iterations of all loaders that one Checkpointer has resumed.
 
     Attributes:
-        gone_on: how many have gone on where they stood.
-        to_go_on: how many have a position to go on at, and have not begun.
-        resize: where the snapshot is of another number of ranks, these numbers.
         random: torch's generator of the process as it was put back, until the first step, or until the first iteration goes on.
     """
 
-    gone_on: int = 0
-    to_go_on: int = 0
-    resize: Resize | None = None
+    gone_on: int = 0  # how many have gone on where they stood
+    to_go_on: int = 0  # how many have a position to go on at, and have not begun
+    resize: Resize | None = None  # where the snapshot is of another number of ranks, these numbers
     random: torch.Tensor | None = None
 
     def note_resume(self) -> None:

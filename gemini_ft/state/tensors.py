@@ -78,15 +78,13 @@ class Source:
     """One tensor to capture.
 
     Attributes:
-        spec: name, dtype, local shape and group of ranks.
         tensor: this rank's part, detached: same memory, same version counter, never a copy. Its bytes are
             defined as those of its elements in logical (row-major) order, whatever its strides.
-        mutable: it may be written at any time (buffers), so it must be copied at once.
     """
 
-    spec: TensorSpec
+    spec: TensorSpec  # name, dtype, local shape and group of ranks
     tensor: torch.Tensor
-    mutable: bool
+    mutable: bool  # it may be written at any time (buffers), so it must be copied at once
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:

@@ -69,14 +69,13 @@ class _Call:
     """An outermost call of a module under training, as it is made again.
 
     Attributes:
-        generators: those that modules have as attributes, and those among the arguments.
         grads: place among the tensors of the output -> the gradient that the loss gave it.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    generators: list[Any]
+    generators: list[Any]  # those that modules have as attributes, and those among the arguments
     rng: EveryGenerator
     held: list[_Held]
     autocasts: list[dict[str, Any]]

@@ -53,41 +53,28 @@ class PendingSnapshot:
     """A snapshot on its way into its slot.
 
     Attributes:
-        iteration: what it is a snapshot of.
-        extras: the encoded small state.
-        digest: gives the digest of the replicated state, where one is due.
-        marks: of the sources when the snapshot was taken; see `CopyPlan.marks`.
         ready: the device's event that the state is final from here on; None: nothing is copied beside the training's own queue.
         begun, copied: the device's events around all copies, once they are queued.
-        reached: the device's event that the next update was due; None: not yet asked for.
-        written: names of what was written since, at the latest when the update was let through; None: not asked yet.
-        is_awaited: a caller waits for it, and no update is held back by that.
-        is_seen: by the snapshot thread, which tells the agent of it.
-        cancelled: why there will be no snapshot.
-        checksums: of the chunks in the slot that this process has formed.
-        is_checked: it is compared with the live state before the next update, and declared copied only then.
-        finished: it is declared, or given up.
-        held: of the steps before it, see `Request`.
     """
 
-    iteration: int
-    extras: bytes
-    digest: Callable[[], str] | None
-    marks: Marks
+    iteration: int  # what it is a snapshot of
+    extras: bytes  # the encoded small state
+    digest: Callable[[], str] | None  # gives the digest of the replicated state, where one is due
+    marks: Marks  # of the sources when the snapshot was taken; see `CopyPlan.marks`
     ready: accelerator.Event | None
     begun: accelerator.Event | None = None
     copied: accelerator.Event | None = None
-    reached: accelerator.Event | None = None
-    written: list[str] | None = None
+    reached: accelerator.Event | None = None  # the device's event that the next update was due; None: not yet asked for
+    written: list[str] | None = None  # names of what was written since, at the latest when the update was let through; None: not asked yet
     state: SnapshotState = SnapshotState.WAITING
-    is_awaited: bool = False
-    is_seen: bool = False
+    is_awaited: bool = False  # a caller waits for it, and no update is held back by that
+    is_seen: bool = False  # by the snapshot thread, which tells the agent of it
     slot: int | None = None
-    cancelled: str = ""
-    checksums: list[int] = field(default_factory=list)
-    is_checked: bool = False
-    finished: bool = False
-    held: list[tuple[float, float]] = field(default_factory=list)
+    cancelled: str = ""  # why there will be no snapshot
+    checksums: list[int] = field(default_factory=list)  # of the chunks in the slot that this process has formed
+    is_checked: bool = False  # it is compared with the live state before the next update, and declared copied only then
+    finished: bool = False  # it is declared, or given up
+    held: list[tuple[float, float]] = field(default_factory=list)  # of the steps before it, see `Request`
 
 
 class Snapshotter:
