@@ -149,25 +149,16 @@ def common(profiles: Sequence[Profile]) -> Profile:
 
 
 def room(
-    moments: Mapping[int, Moment],
-    gaps: Mapping[int, Sequence[float]],
+    moments: Mapping[int, Moment],  # of the host's ranks
+    gaps: Mapping[int, Sequence[float]],  # of those that have been profiled (``Profile.gaps``)
     now: float,
-    outstanding: int,
+    outstanding: int,  # bytes that have been let out and are not acknowledged; never more than twice ``most``
     *,
-    link: LinkCost | None,
-    gamma: float,
-    most: int,
+    link: LinkCost | None,  # what sending costs; None: not known yet
+    gamma: float,  # part of a span that is used
+    most: int,  # bytes that may leave at a time: what a collective that comes unforeseen has to wait for
 ) -> int:
-    """Bytes that may leave a host now; 0: not before something changes.
-
-    Args:
-        moments: of the host's ranks.
-        gaps: of those that have been profiled (``Profile.gaps``).
-        outstanding: bytes that have been let out and are not acknowledged; never more than twice ``most``.
-        link: what sending costs; None: not known yet.
-        gamma: part of a span that is used.
-        most: bytes that may leave at a time: what a collective that comes unforeseen has to wait for.
-    """
+    """Bytes that may leave a host now; 0: not before something changes."""
     most = min(most, 2 * most - outstanding)
     for rank, moment in moments.items():
         if moment.in_flight:

@@ -53,20 +53,16 @@ class ForkServer:
 
     def __init__(
         self,
-        program: Sequence[str],
-        modules: Sequence[str],
-        workers: Workers,
+        program: Sequence[str],  # script and arguments, or ``-m``, module name and arguments
+        modules: Sequence[str],  # what it imports
+        workers: Workers,  # take in those that it starts
         early: Mapping[str, str | None] | None = None,
-        copy: Path | None = None,
+        copy: Path | None = None,  # of the script, which has come through a pipe
     ) -> None:
         """Starts the server, which imports in the background until :meth:`wait_ready`.
 
         Args:
-            program: script and arguments, or ``-m``, module name and arguments.
-            modules: what it imports.
-            workers: take in those that it starts.
             early: variables that are set during these imports, as the script sets them before its own; None removes one.
-            copy: of the script, which has come through a pipe.
         """
         self.workers, self._copy = workers, copy
         environ = {name: value for name, value in {**os.environ, **(early or {})}.items() if value is not None}

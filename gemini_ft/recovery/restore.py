@@ -65,10 +65,6 @@ class StateRestore:
     A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them. In a job of another
     size every rank needs parts of several. `TrainingState.apply_extras` is due when all ranks have read everything.
 
-    Args:
-        extras: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
-        layouts: owner -> layout of its shard, as far as it is known already.
-
     Attributes:
         tensors: ``Read.name`` -> what to fill.
         own: what to give to ``apply_extras``.
@@ -83,10 +79,10 @@ class StateRestore:
         self,
         sources: ShardReaders,
         state: TrainingState,
-        extras: Mapping[int, Any],
+        extras: Mapping[int, Any],  # rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs
         rank: int,
         world_size: int,
-        layouts: Mapping[int, Layout] | None = None,
+        layouts: Mapping[int, Layout] | None = None,  # owner -> layout of its shard, as far as it is known already
     ) -> None:
         self._sources, self._rank = sources, rank
         with putting_back(sources.plan.version.iteration if sources.plan.version is not None else 0):

@@ -149,20 +149,15 @@ class Outflow:
     """Reads this rank's shard on a thread: fills the rank's own state with it, and blocks of memory with its stream.
 
     A copy that fails in the middle is left for the next one, which goes on where the first has ended: equal roots are equal bytes.
-
-    Args:
-        reads: what this rank needs of it.
-        tensors: ``Read.name`` -> what to fill.
-        blocks: memory of equal size, to be filled again and again.
     """
 
     def __init__(
         self,
         sources: ShardReaders,
         shard: SharedShard,
-        reads: Sequence[Read],
-        tensors: Mapping[str, torch.Tensor],
-        blocks: Sequence[memoryview],
+        reads: Sequence[Read],  # what this rank needs of it
+        tensors: Mapping[str, torch.Tensor],  # ``Read.name`` -> what to fill
+        blocks: Sequence[memoryview],  # memory of equal size, to be filled again and again
     ) -> None:
         self._sources, self._shard, self._reads, self._tensors = sources, shard, reads, tensors
         self.read: tuple[str, int] | None = None  # place and bytes, once all has been read

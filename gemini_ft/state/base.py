@@ -113,29 +113,20 @@ class BoundState(TrainingState, Protocol):
 
 
 class PlainState:
-    """Modules and optimizers as their owner sees them; see `gemini_ft.state.modules`.
-
-    Args:
-        optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
-        replicated: whether plain parameters hold the same bytes on all ranks; None: whether a model is a DDP one.
-        ignored: whether the user sees to what has this name in the census.
-        modes: whether flags and attributes of modules are part of it (`gemini_ft.state.modes`); no: the caller keeps them.
-        can_rebuild: whether the user's script can build what has been added while training.
-        before: what was bound to the same Checkpointer until now.
-    """
+    """Modules and optimizers as their owner sees them; see `gemini_ft.state.modules`."""
 
     unrepeatable = ""
 
     def __init__(
         self,
         models: Models,
-        optimizers: Sequence[Any],
-        replicated: bool | None = None,
+        optimizers: Sequence[Any],  # torch optimizers, wrapped by Lightning or Fabric or not
+        replicated: bool | None = None,  # whether plain parameters hold the same bytes on all ranks; None: whether a model is a DDP one
         *,
-        ignored: Callable[[str], bool] = lambda _: False,
-        modes: bool = True,
-        can_rebuild: bool = False,
-        before: PlainState | None = None,
+        ignored: Callable[[str], bool] = lambda _: False,  # whether the user sees to what has this name in the census
+        modes: bool = True,  # whether flags and attributes of modules are part of it (`gemini_ft.state.modes`); no: the caller keeps them
+        can_rebuild: bool = False,  # whether the user's script can build what has been added while training
+        before: PlainState | None = None,  # what was bound to the same Checkpointer until now
     ) -> None:
         self.models, self.optimizers, self.replicated = models, optimizers, replicated
         self._ignored, self._has_modes, self._can_rebuild = ignored, modes, can_rebuild

@@ -128,13 +128,13 @@ def _walk(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> At
 
 
 def destinations(
-    models: Models,
-    optimizers: Sequence[Any],
-    stored: Iterable[TensorSpec],
+    models: Models,  # name -> module
+    optimizers: Sequence[Any],  # torch optimizers, wrapped by Lightning or Fabric or not
+    stored: Iterable[TensorSpec],  # this rank's tensors in the snapshot (`gemini_ft.core.layout.stored_specs`)
     rank: int,
     world_size: int,
     *,
-    replicated: bool,
+    replicated: bool,  # whether plain (not DTensor) parameters are the same on all ranks, as under DDP
     strides: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Source]:
     """Live tensors to fill, after giving the optimizers the state tensors that the snapshot has.
@@ -142,10 +142,6 @@ def destinations(
     Between this and `apply_extras` the optimizers are not usable.
 
     Args:
-        models: name -> module.
-        optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
-        stored: this rank's tensors in the snapshot (`gemini_ft.core.layout.stored_specs`).
-        replicated: whether plain (not DTensor) parameters are the same on all ranks, as under DDP.
         strides: name -> strides of state that is laid out otherwise than its parameter (the extras' ``strides``).
 
     Raises LayoutMismatchError: state was sharded otherwise than its parameter is now.

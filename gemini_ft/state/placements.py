@@ -75,10 +75,10 @@ def part_places(name: str, words: str, shape: Sequence[int], group: Group, world
 
 def reads_of_part(
     name: str,
-    then: Mapping[int, Layout],
-    words: str,
-    shape: Sequence[int],
-    group: Group,
+    then: Mapping[int, Layout],  # owner -> layout of its shard, of all former ranks
+    words: str,  # how the tensor is placed now
+    shape: Sequence[int],  # of the part now
+    group: Group,  # the ranks that hold it now, ``world_size`` of all
     world_size: int,
     *,
     known: KnownRuns | None = None,
@@ -86,10 +86,6 @@ def reads_of_part(
     """The reads that fill a part with what former ranks, of any number, had of its tensor.
 
     Args:
-        then: owner -> layout of its shard, of all former ranks.
-        words: how the tensor is placed now.
-        shape: of the part now.
-        group: the ranks that hold it now, ``world_size`` of all.
         known: what has been worked out for tensors placed alike, which a model's layers and their moments are; it is added to.
 
     Raises LayoutMismatchError: they did not have all of it, or had a tensor of another shape.

@@ -98,15 +98,13 @@ class Replay:
 
     Args:
         exchange: gives back every rank's object in rank order.
-        at_rest: what was found to have changed in memory since the last snapshot.
-        raises: called on all ranks with what each has found, where any has.
     """
 
     def __init__(
         self,
         exchange: Callable[[tuple[list[str], list[str]]], list[tuple[list[str], list[str]]]],
-        at_rest: Callable[[], list[str]],
-        raises: Callable[[list[list[str]]], None],
+        at_rest: Callable[[], list[str]],  # what was found to have changed in memory since the last snapshot
+        raises: Callable[[list[list[str]]], None],  # called on all ranks with what each has found, where any has
     ) -> None:
         self._exchange, self._at_rest, self._raises = exchange, at_rest, raises
         self._hooks: list[Any] = []

@@ -76,24 +76,18 @@ class Stored:
 
 
 class Chooser:
-    """Finds what to resume, the same on every rank: collective.
-
-    Args:
-        everyone: what all ranks have said, by rank.
-        reopen: opens the storage anew; None: there is none.
-        resizable: whether what another number of ranks has made can be loaded.
-    """
+    """Finds what to resume, the same on every rank: collective."""
 
     def __init__(
         self,
         config: GeminiConfig,
         client: AgentClient,
-        everyone: Sequence[Introduction],
+        everyone: Sequence[Introduction],  # what all ranks have said, by rank
         stream: str,
-        reopen: Callable[[], Storage] | None,
+        reopen: Callable[[], Storage] | None,  # opens the storage anew; None: there is none
         *,
         rank: int,
-        resizable: bool,
+        resizable: bool,  # whether what another number of ranks has made can be loaded
     ) -> None:
         self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
         self._reopen, self._rank, self._resizable = reopen, rank, resizable

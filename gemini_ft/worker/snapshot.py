@@ -84,31 +84,23 @@ class Snapshotter:
     the update between the two and the next copies stand behind them.
 
     Args:
-        root: forms the root of a copy that is whole.
-        client: the connection to the present agent.
-        recover: called on the thread when the agent is gone; brings a new one up, or raises GeminiError.
-        on_discard: called with iteration and reason when a snapshot is given up.
-        raises: a difference from the live state is an error at once; else it is noted in ``differing``.
         on_compare: called before a copy that is compared is declared: the last commit cannot be overwritten before.
-        waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
-        grant_timeout: seconds an update waits for a slot.
-        diligence: by which the agent is judged: its requests and answers are noted there.
     """
 
     def __init__(
         self,
         owner: int,
         *,
-        root: Callable[[PendingSnapshot], str],
-        client: Callable[[], AgentClient],
-        recover: Callable[[], None],
-        on_discard: Callable[[int, str], None],
-        raises: bool,
+        root: Callable[[PendingSnapshot], str],  # forms the root of a copy that is whole
+        client: Callable[[], AgentClient],  # the connection to the present agent
+        recover: Callable[[], None],  # called on the thread when the agent is gone; brings a new one up, or raises GeminiError
+        on_discard: Callable[[int, str], None],  # called with iteration and reason when a snapshot is given up
+        raises: bool,  # a difference from the live state is an error at once; else it is noted in ``differing``
         on_compare: Callable[[], None] = lambda: None,
-        waits: bool,
+        waits: bool,  # whether an update waits for a snapshot that is late; else the snapshot is given up
         timeout: float,
-        diligence: Diligence,
-        grant_timeout: float | None = None,
+        diligence: Diligence,  # by which the agent is judged: its requests and answers are noted there
+        grant_timeout: float | None = None,  # seconds an update waits for a slot
     ) -> None:
         self._client, self._diligence = client, diligence
         self._grant_timeout = timeout if grant_timeout is None else min(timeout, grant_timeout)
