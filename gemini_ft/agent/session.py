@@ -19,12 +19,11 @@ from gemini_ft.agent.commit.collector import HEARTBEAT, CollectorPort
 from gemini_ft.agent.commit.failover import Failover, Refusal
 from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.context import StreamContext
-from gemini_ft.agent.log_limit import RateLimitedLog
 from gemini_ft.agent.replication.receive import Inbound, Receiver
 from gemini_ft.agent.replication.send import Outbound
 from gemini_ft.agent.replication.serve import Fetcher
 from gemini_ft.agent.storing import Storing
-from gemini_ft.agent.tasks import Tasks
+from gemini_ft.agent.tasks import RateLimitedLog, Tasks
 from gemini_ft.core.decisions import Cadence
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.stragglers import StragglerWatch, WorkTime
