@@ -24,8 +24,7 @@ from gemini_ft.validation import Seed, checked
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn
 from .buffers import BUFFERS
 from .feedback import Memory, put_back
-from .kernels import SHARED, generator
-from .norms import norms, row_norms
+from .kernels import SHARED, generator, norms, row_norms
 from .options import Atoms, Feedback, LeastRate, Rank
 
 _ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie

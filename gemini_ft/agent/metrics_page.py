@@ -21,8 +21,7 @@ from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.web_page import PageAnswer, WebPage, read_token
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError, SecretError
-from gemini_ft.wire.fair_share import FairShare
-from gemini_ft.wire.network import bound
+from gemini_ft.wire.network import FairShare, bound
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

@@ -21,11 +21,10 @@ from functools import partial
 from typing import Any
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError
-from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
-from gemini_ft.wire.network import Addresses, as_peer_error, bound, connected
+from gemini_ft.wire.network import Addresses, FairShare, as_peer_error, bound, connected
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
 from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, MessagesOnly, prepare
 from gemini_ft.wire.trust import tls_context

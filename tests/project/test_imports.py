@@ -28,7 +28,7 @@ PURE = (
     "core.placement",
     "core.protocol",
     "launch.launched",
-    "core.schedule",
+    "core.traffic",
     "core.slots",
     "core.traffic",
     "core.versions",

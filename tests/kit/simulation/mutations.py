@@ -166,9 +166,7 @@ MUTATIONS = (
         "if not self._records:",
         "a manifest is written before all shards are",
     ),
-    Mutation(
-        "core.succession:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again"
-    ),
+    Mutation("core.tree:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again"),
     Mutation(
         "agent.commit.failover:Failover.hear", "if self.leader is not None:", "if False:", "a leader goes on that has heard of the next one"
     ),
