@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 
 from gemini_ft.core.versions import Version
@@ -55,7 +55,7 @@ class Gathered:
     def hosts(self) -> Collection[str]:
         return self.roots.keys()
 
-    def check(self, held: Mapping[str, Sequence[int]]) -> None:
+    def check(self, held: Mapping[str, Collection[int]]) -> None:
         """Raises PeerError: a host holds nothing, or another number of shards than these can be the roots of.
 
         ``held``: host -> owners of the shards that it holds, in their order.
@@ -64,7 +64,7 @@ class Gathered:
             if not text or not held.get(host) or len(text) % len(held[host]):
                 raise PeerError(f"{len(text)} characters are not the roots of the {len(held.get(host, ()))} copies on host {host!r}")
 
-    def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
+    def each(self, held: Mapping[str, Collection[int]]) -> list[Copies]:
         """The reports host by host, after `check`."""
         out = []
         for host, text in self.roots.items():

@@ -102,8 +102,8 @@ class Ledger:
             report.check(self._holdings.held)
             said = report.roots
         else:
-            roots = {report.owner: report.root} if isinstance(report, Completed) else report.roots
-            said = {report.host: roots} if (roots := self._holdings.by_owner(report.host, roots)) else {}
+            roots = self._holdings.by_owner(report.host, {report.owner: report.root} if isinstance(report, Completed) else report.roots)
+            said = {report.host: roots} if roots else {}
         if not isinstance(report, Completed) and not self._is_plain(report.version, label, said, is_over):
             several = report.each(self._holdings.held) if isinstance(report, Gathered) else [report]
             return [decision for copies in several for each in copies.each() for decision in self.report(each, now)]

@@ -30,7 +30,6 @@ PURE = (
     "launch.launched",
     "core.traffic",
     "core.slots",
-    "core.traffic",
     "core.versions",
     "launch.autoprotect",
     "testing.network",
