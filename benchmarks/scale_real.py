@@ -20,8 +20,7 @@ from gemini_ft.agent.lifecycle import raise_descriptor_limit
 from gemini_ft.core.decisions import Commit
 from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Ledger
-from gemini_ft.core.succession import Succession
-from gemini_ft.core.tree import ways_up
+from gemini_ft.core.tree import Succession, ways_up
 from gemini_ft.wire.handshake import Listener, dial, listen
 from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin
 from gemini_ft.wire.tcp import Address, Connection, Handler

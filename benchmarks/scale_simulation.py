@@ -24,8 +24,7 @@ from gemini_ft.core.decisions import Abort, Commit
 from gemini_ft.core.effects import Completed, Skipped
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.placement import place
-from gemini_ft.core.succession import Succession, candidates
-from gemini_ft.core.tree import ways_up
+from gemini_ft.core.tree import Succession, candidates, ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.peer_messages import PeerMessage, Rejoin

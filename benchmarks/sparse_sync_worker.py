@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from gemini_ft.sync import costs, profiling
+from gemini_ft.sync import auto, costs
 from gemini_ft.sync.auto import Auto
 from gemini_ft.sync.backends import open_exchange
 from gemini_ft.sync.base import Scheme
@@ -154,7 +154,7 @@ def _describe(trace: Trace, gradient: torch.Tensor, job: dict[str, Any]) -> tupl
     group = dist.group.WORLD
     assert group is not None
     own = to_rows(gradient)
-    traffic = profiling.traffic(own, open_exchange(group, torch.device("cpu"), "a trace"))
+    traffic = auto.traffic(own, open_exchange(group, torch.device("cpu"), "a trace"))
     sets = [own.indices if rank == dist.get_rank() else trace.indices(rank, job["rows"], job["width"]) for rank in range(group.size())]
     found = {
         "published": trace.published,
@@ -163,7 +163,7 @@ def _describe(trace: Trace, gradient: torch.Tensor, job: dict[str, Any]) -> tupl
         "density": traffic.density,
         "sum": traffic.densities[traffic.ranks],
         "densification": traffic.densification,
-        "overlap": statistics.mean(profiling.overlap(one, other) for one, other in pairwise(sets)),
+        "overlap": statistics.mean(auto.overlap(one, other) for one, other in pairwise(sets)),
         "push skew": traffic.push_skew,
         "pull skew": traffic.pull_skew,
         "hashing": _hashing(sets, own.rows),

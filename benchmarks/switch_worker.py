@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gemini_ft.sync import costs, profiling
+from gemini_ft.sync import auto, costs
 from gemini_ft.sync.backends import open_exchange
 from gemini_ft.sync.omnireduce import BLOCK
 from gemini_ft.sync.rows import to_rows
@@ -148,7 +148,7 @@ def _gradient(density: float, rows: int) -> torch.Tensor:
 def _traffic(gradient: torch.Tensor) -> costs.Traffic:
     group = dist.group.WORLD
     assert group is not None
-    return profiling.traffic(to_rows(gradient), open_exchange(group, torch.device("cpu"), "a gradient"))
+    return auto.traffic(to_rows(gradient), open_exchange(group, torch.device("cpu"), "a gradient"))
 
 
 def _without_switch(name: str, gradient: torch.Tensor) -> Callable[[], torch.Tensor]:

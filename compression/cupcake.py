@@ -42,8 +42,7 @@ def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> GroupingPlan:
             decoding or an encoder of its own. Fewer are needed nearly always, and then the plan is the best one; if not,
             `GroupingPlan.bound` says how much better another one could be.
 
-    Raises:
-        ValueError: ``most`` is below 1.
+    Raises ValueError: ``most`` is below 1.
     """
     if most < 1:
         raise ValueError(f"most={most}: must be at least 1")
@@ -121,8 +120,7 @@ def _by_labels(backward: Backward, costs: GroupCosts, most: int) -> tuple[Groupi
     known plan are dropped as well. The bound is the paper's pruning 1, but with the cheapest division of the rest in place of
     one single group, so that it also holds for costs that grow faster than their bytes.
 
-    Returns:
-        The best grouping found, and the least bound of the ways that were dropped only because there were too many.
+    Returns the best grouping found, and the least bound of the ways that were dropped only because there were too many.
     """
     tensors = len(backward)
     ready = np.array([0.0, *accumulate(backward.seconds)])

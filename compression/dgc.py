@@ -17,9 +17,8 @@ from gemini_ft.validation import checked
 
 from .base import Bundle, Exchange, FlatLayout, Payload, Reducer, Turn, join
 from .buffers import BUFFERS
-from .feedback import WHOLE
-from .memory import Memory, non_finite, put_back
-from .norms import norms
+from .feedback import WHOLE, Memory, non_finite, put_back
+from .kernels import norms
 from .options import ClipNorm, Momentum, Nesterov, Ratio, Sample, Warmup
 from .sparse import RatioSparsifier, Sparsifier, above, kept, largest, within
 

@@ -24,9 +24,7 @@ from torch import Tensor
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Kind, Payload, Primitive, Reducer, Turn
 from .collective import added
 from .espresso_options import Codec, ExchangePart, Operation, Option, PlannedCollective, Processor
-from .feedback import compress_parts
-from .memory import Memory
-from .parts import Worlds, divide, layouts, renamed, selection, unite
+from .feedback import Memory, Worlds, compress_parts, divide, layouts, renamed, selection, unite
 from .topology import Scope, Topology
 
 DENSE = torch.float32  # how dense values travel

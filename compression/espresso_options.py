@@ -119,8 +119,7 @@ def options(processors: Sequence[Processor] = (Processor.GPU,), *, flat_only: bo
 
     ``flat_only``: leave hierarchical options out: there is one machine, or one rank in each.
 
-    Raises:
-        ValueError: no processor, or one twice.
+    Raises ValueError: no processor, or one twice.
     """
     if not processors or len(set(processors)) != len(processors):
         raise ValueError(f"processors {processors}: give Processor.GPU, Processor.CPU, or both once")

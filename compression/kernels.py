@@ -1,16 +1,21 @@
 """The inner loops of the methods, per device: vectorised numpy and torch on CPUs, fused Triton kernels on CUDA.
 
 Both give the same bits, random ones excepted. ``flat`` is float32 (layout.total,) throughout.
+
+Norms are such that squares neither overflow nor vanish. A gradient of 1e-25 has a norm like any other, but not in float32: the sum of its
+squares is zero, and what is divided by such a norm is lost, or never sent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache
 from types import ModuleType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,7 +23,6 @@ from gemini_ft.accelerator import holds
 
 from .base import FlatLayout, Turn
 from .buffers import BUFFERS
-from .randomness import random_words, stream_seed, uniform
 
 BLOCK = 120 * 1024  # elements that fit, with their results, into a core's own cache; a multiple of every method's run
 
@@ -153,9 +157,7 @@ def scaled_blocks(flat: Tensor, layout: FlatLayout, factors: Tensor) -> Iterator
 def look_up(codes: Tensor, table: Tensor, out: Tensor | None = None) -> Tensor:
     """The row of a table that each code stands for, one after the other: float32 (codes * width,).
 
-    Args:
-        codes: uint8.
-        table: float32 (codes there are, width), contiguous.
+    ``codes``: uint8. ``table``: float32 (codes there are, width), contiguous.
     """
     rows, width = table.shape
     flat = BUFFERS.empty(codes.numel() * width, device=table.device) if out is None else out
@@ -264,3 +266,107 @@ def natural(flat: Tensor, layout: FlatLayout, seed: int, turn: Turn) -> Tensor:
             np.copyto(block, own, where=own >= 254)
         exponents[part] = block
     return torch.from_numpy(exponents)
+
+
+SHARED = -1  # in place of a rank: the same numbers on all ranks
+
+
+@lru_cache(maxsize=65536)
+def _hashed(name: str, seed: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest(), "little")
+
+
+def stream_seed(name: str, seed: int, turn: Turn, rank: int) -> int:
+    """64 bits that begin the stream of a tensor at one step; ``rank`` may be `SHARED`."""
+    mixed = _hashed(name, seed) ^ ((turn.step + 1) * 0x9E3779B97F4A7C15 + (rank + 2) * 0xC2B2AE3D27D4EB4F)
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    return (mixed ^ (mixed >> 27)) & 0x7FFFFFFFFFFFFFFF
+
+
+def generator(name: str, seed: int, turn: Turn, rank: int) -> np.random.Generator:
+    """The random generator of one tensor, step and rank."""
+    bits = np.random.SFC64(0)
+    begin = stream_seed(name, seed, turn, rank)
+    bits.state = {
+        "bit_generator": "SFC64",
+        "state": {"state": np.array([begin, turn.step & 0xFFFFFFFF, rank + 2, 1], dtype=np.uint64)},
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    bits.random_raw(12, output=False)  # until the words are mixed
+    return np.random.Generator(bits)
+
+
+def uniform(layout: FlatLayout, device: torch.device, seed: int, turn: Turn) -> Tensor:
+    """Numbers in [0, 1) for each element of a layout, float32 (layout.total,)."""
+    flat = BUFFERS.empty(layout.total, device=device)
+    layout.clear_padding(flat)
+    for name, view in zip(layout.names, layout.views(flat), strict=True):
+        if device.type == "cpu":
+            generator(name, seed, turn, turn.rank).random(dtype=np.float32, out=view.numpy())
+        else:
+            view.uniform_(generator=torch.Generator(device).manual_seed(stream_seed(name, seed, turn, turn.rank)))
+    return flat
+
+
+def random_words(layout: FlatLayout, seed: int, turn: Turn) -> npt.NDArray[np.uint32]:
+    """32 random bits for each element of a layout, on the CPU, uint32 (layout.total,)."""
+    words = BUFFERS.empty(layout.total, torch.int32).numpy().view(np.uint32)
+    for name, at, span in zip(layout.names, layout.starts, layout.spans, strict=True):
+        raw: npt.NDArray[np.uint64] = generator(name, seed, turn, turn.rank).bit_generator.random_raw(-(-span // 2))
+        words[at : at + span] = raw.view(np.uint32)[:span]
+    return words
+
+
+def random_bytes(layout: FlatLayout, device: torch.device, seed: int, turn: Turn) -> Tensor:
+    """Bytes for each eight elements of a layout, the same on all ranks, uint8 (layout.total / 8,)."""
+    data = np.empty(layout.total // 8, dtype=np.uint8)
+    for name, at, span in zip(layout.names, layout.starts, layout.spans, strict=True):
+        raw: npt.NDArray[np.uint64] = generator(name, seed, turn, SHARED).bit_generator.random_raw(-(-span // 64))
+        data[at // 8 : (at + span) // 8] = raw.view(np.uint8)[: span // 8]
+    return torch.from_numpy(data).to(device)
+
+
+_LOW = 2.0**-32  # norms below may lack elements that count: those whose squares vanish have to be small beside it
+_SAFE = (2.0**-40, 2.0**40)  # magnitudes whose squares, and sums of any number of them, are far from both ends of float32
+
+
+def norms(vectors: Sequence[Tensor]) -> Tensor:
+    """The norm of each vector, computed one by one: float32 (vectors,)."""
+    found: Tensor = torch.stack(torch._foreach_norm(list(vectors)))
+    for number in _doubtful(found).nonzero().view(-1).tolist():
+        found[number] = _scaled(vectors[number].reshape(1, -1))[0]
+    return found
+
+
+def row_norms(matrix: Tensor) -> Tensor:
+    """The norm of each row: float32 (rows,) for (rows, columns)."""
+    found: Tensor = torch.linalg.vector_norm(matrix, dim=1)
+    doubtful = _doubtful(found)
+    if bool(doubtful.any()):
+        found[doubtful] = _scaled(matrix[doubtful])
+    return found
+
+
+def _doubtful(found: Tensor) -> Tensor:
+    doubtful: Tensor = (found < _LOW) | (found == torch.inf)  # zeros among them, but no NaN
+    return doubtful
+
+
+def _scaled(matrix: Tensor) -> Tensor:
+    largest = matrix.abs().amax(1, keepdim=True)
+    # A reciprocal would overflow for a subnormal. Two steps by powers of two are exact, but for what is too small to count. Half of an odd
+    # exponent is rounded, since two to the power of it would be no power of two: the largest value becomes 1 or 2 at most.
+    scale = torch.exp2(-torch.div(torch.frexp(largest).exponent.clamp(-252, 252), 2, rounding_mode="floor").float())
+    scaled: Tensor = torch.linalg.vector_norm(matrix * scale * scale, dim=1)
+    return scaled / scale.view(-1) / scale.view(-1)
+
+
+def moderate(values: Tensor) -> tuple[Tensor, float]:
+    """Values times a power of two, where their squares could leave float32's range, and that power; else the values as they are, and 1."""
+    low, high = torch.aminmax(values)
+    largest = max(abs(float(low)), abs(float(high)))
+    if _SAFE[0] <= largest <= _SAFE[1] or largest == 0 or not math.isfinite(largest):
+        return values, 1.0
+    half = 2.0 ** (-math.frexp(largest)[1] // 2)  # in two steps: from a subnormal to 1 is more than one float32 can say
+    return values * half * half, half * half

@@ -23,10 +23,9 @@ from gemini_ft.validation import Seed, checked
 
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn
 from .buffers import BUFFERS
-from .memory import Memory, put_back
-from .norms import norms, row_norms
+from .feedback import Memory, put_back
+from .kernels import SHARED, generator, norms, row_norms
 from .options import Atoms, Feedback, LeastRate, Rank
-from .randomness import SHARED, generator
 
 _ALIGN = 16  # elements, 64 bytes: how a product is rounded depends on where its operands lie
 _DEPENDENT = 1e-5  # of a row's length: a rest below this is rounding alone, so that the row depends on those before it

@@ -18,7 +18,7 @@ from gemini_ft.validation import Seed, checked
 from . import kernels
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, divided, join
 from .buffers import BUFFERS
-from .norms import norms, row_norms
+from .kernels import norms, row_norms
 from .options import Bucket, Clip, Levels, Ratio, Sparsity
 from .sparse import WithRatio, kept, within
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import kernels
 from .base import State, Turn
-from .norms import moderate
+from .kernels import moderate
 from .options import Ratio
 from .sparse import RatioSparsifier, above, kept, within
 

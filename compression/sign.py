@@ -13,9 +13,9 @@ from gemini_ft.validation import Seed, checked
 from . import kernels
 from .base import Bundle, CollectiveRequest, Compressor, Exchange, FlatLayout, Payload, Primitive, Reducer, Turn, cut, join
 from .buffers import BUFFERS
-from .memory import Memory, non_finite, put_back
+from .feedback import Memory, non_finite, put_back
+from .kernels import random_bytes
 from .options import Momentum
-from .randomness import random_bytes
 
 
 class ScaledSign(Compressor):

@@ -19,8 +19,8 @@ from gemini_ft.validation import Seed, checked
 from . import kernels
 from .base import Bundle, Compressor, FlatLayout, Payload, Primitive, Summed, Turn, cut, divided, join
 from .buffers import BUFFERS
+from .kernels import SHARED, generator
 from .options import Count, Magnitude, Ratio, Scaled
-from .randomness import SHARED, generator
 
 _FEW = 4096  # elements; below, looking for candidates first costs more than it saves
 _LEAST = 2.0**-126  # the smallest normal float32: below, a processor that flushes subnormals to zero does not compare rightly

@@ -160,10 +160,7 @@ def current_device() -> torch.device:
 def pin(device: torch.device | None, address: int, nbytes: int) -> bool:
     """Registers host memory with the driver, so that copies run beside computation; CUDA alone lets memory that is there be registered.
 
-    Returns:
-        Whether it has to be given back with `unpin`.
-
-    Raises RuntimeError: the driver gives no memory for that.
+    Returns whether it has to be given back with `unpin`. Raises RuntimeError: the driver gives no memory for that.
     """
     if device is None or device.type != "cuda":
         return False

@@ -40,12 +40,9 @@ _log = logging.getLogger("gemini_ft")
 class EventLog:
     """The events of one worker's part of a stream; writes nothing without GEMINI_EVENTS.
 
-    Args:
-        run: id of the run; None: the one that GEMINI_RUN_ID names.
-        who: what every line has besides.
+    ``run``: id of the run; None: the one that GEMINI_RUN_ID names. ``who``: what every line has besides.
 
-    Raises:
-        ConfigError: GEMINI_EVENTS cannot be written.
+    Raises ConfigError: GEMINI_EVENTS cannot be written.
     """
 
     def __init__(self, run: str | None = None, **who: Any) -> None:

@@ -54,8 +54,7 @@ def reached(moment: str, iteration: int | None = None, rank: int | None = None) 
         iteration: of the snapshot that it is about, if it is about one.
         rank: whose shard, or whose worker, it is about, if it is about one.
 
-    Raises:
-        InjectedFault: asked for by a fault of kind ``exception``.
+    Raises InjectedFault: asked for by a fault of kind ``exception``.
     """
     if armed is not None:
         armed.reached(moment, iteration, rank)

@@ -37,8 +37,7 @@ class Ordered:
 
     ``within``: makes the context in which it runs.
 
-    Raises:
-        RuntimeError: no thread can be started.
+    Raises RuntimeError: no thread can be started.
     """
 
     def __init__(self, name: str, within: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:

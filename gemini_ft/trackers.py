@@ -75,8 +75,7 @@ def told_too_early(tracker: str, then: str, now: str) -> None:
 class TimeFigures:
     """The ledger of a run's time as this host's agent sees it, for loggers; asked for at most every thirty seconds.
 
-    Args:
-        run, stream: whose ledger it is.
+    ``run``, ``stream``: whose ledger it is.
     """
 
     def __init__(self, run: str, stream: str) -> None:

@@ -40,9 +40,7 @@ class TrainingData:
     of all ranks (accelerate's ``dispatch_batches``), those of the epoch are fetched again: accelerate fills up the last one with samples of
     the first.
 
-    Args:
-        loader: the Trainer's own, which iterates a DataLoader or is one.
-        accumulated: the most batches that a step has.
+    ``loader``: the Trainer's own, which iterates a DataLoader or is one. ``accumulated``: the most batches that a step has.
     """
 
     def __init__(self, loader: Any, accumulated: int) -> None:
@@ -78,8 +76,7 @@ class TrainingData:
 class EvaluationData:
     """The loaders of evaluations whose worker processes live from one to the next, which the Trainer keeps for that.
 
-    Args:
-        trainer: the Trainer, before its training begins.
+    ``trainer``: the Trainer, before its training begins.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -104,8 +101,7 @@ class EvaluationData:
 class OwnAttributes:
     """Plain attributes that a training changes: of a Trainer's subclass and arguments, of callbacks, and of losses and metrics of its own.
 
-    Args:
-        trainer: the Trainer, before its training begins.
+    ``trainer``: the Trainer, before its training begins.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -42,8 +42,7 @@ _COUNTS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_ste
 def check_trainer() -> None:
     """Refuses a transformers whose Trainer cannot be resumed in the middle of an epoch.
 
-    Raises:
-        ConfigError: the Trainer of this version has other methods.
+    Raises ConfigError: the Trainer of this version has other methods.
     """
     for name, arguments in SEAMS.items():
         method = getattr(Trainer, name, None)

@@ -36,9 +36,7 @@ BLOCK = 2**17  # elements that fit into a core's own cache with their tags; a mu
 def encode(flat: Tensor, bound: int) -> list[Tensor]:
     """The words of 32, of 16 and of 8 bits, in the order of their values, and the tags: four a byte, the first in the lowest bits.
 
-    Args:
-        flat: float32 (n,).
-        bound: b, from 1 to `MOST`.
+    ``flat``: float32 (n,). ``bound``: b, from 1 to `MOST`.
     """
     tags = torch.zeros(4 * packed(flat.numel()), dtype=torch.uint8, device=flat.device)
     words: dict[int, list[Tensor]] = {3: [], 2: [], 1: []}
@@ -60,8 +58,7 @@ def decode(data: Tensor, out: Tensor, bound: int) -> Tensor:
         out: float32 (n,), contiguous.
         bound: b, the encoder's.
 
-    Raises:
-        ValueError: ``data`` has not as many bytes as its tags say.
+    Raises ValueError: ``data`` has not as many bytes as its tags say.
     """
     count = out.numel()
     end = len(data) - packed(count)

@@ -51,8 +51,7 @@ def check_options(what: str, model: type[BaseModel], options: Mapping[str, Any],
         options: as the user gave them.
         more: names of options that others check.
 
-    Raises:
-        ValueError: names the option, what was given and what is allowed.
+    Raises ValueError: names the option, what was given and what is allowed.
     """
     fields = model.model_fields
     there = f"it has {', '.join((*fields, *more)) or 'none'}"

@@ -3,14 +3,14 @@ from .auto import Auto as Auto
 from .base import Scheme as Scheme
 from .builtin import AGsparse as AGsparse
 from .builtin import Dense as Dense
+from .builtin import SinglePS as SinglePS
+from .builtin import SparsePS as SparsePS
 from .ddp_hook import HookState as HookState
 from .ddp_hook import hook as hook
 from .fpisa import FPISA as FPISA
 from .hierarchical import Hierarchical as Hierarchical
 from .omnireduce import OmniReduce as OmniReduce
 from .omnireduce import OmniReduceStreaming as OmniReduceStreaming
-from .parameter_server import SinglePS as SinglePS
-from .parameter_server import SparsePS as SparsePS
 from .ring import InceptionnRing as InceptionnRing
 from .ring import Ring8 as Ring8
 from .rows import GradientError as GradientError

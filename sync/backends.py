@@ -30,9 +30,7 @@ class Ring:
     A head is passed on before the data of the rank before it, so that a rank knows for how much there must be room before it
     comes, and asks for it in time.
 
-    Args:
-        limit: bytes that no head exceeds.
-        length: of the data, by their head.
+    ``limit``: bytes that no head exceeds. ``length``: of the data, by their head.
     """
 
     def __init__(self, group: ProcessGroup, limit: int, length: Callable[[torch.Tensor], int]) -> None:

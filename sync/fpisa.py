@@ -61,9 +61,7 @@ class Accuracy:
     def look(self, packets: torch.Tensor, sums: torch.Tensor, special: torch.Tensor, every: int, exchange: Exchange) -> None:
         """Counts a call; compares one packet that went through the switch of the first and of each ``every``-th (0: none). Collective.
 
-        Args:
-            packets: of this rank, as they travel, [k, elements].
-            special: bool [k], the packets that did not go through it.
+        ``packets``: of this rank, as they travel, [k, elements]. ``special``: bool [k], the packets that did not go through it.
         """
         number, self.sums = self.sums, self.sums + 1
         if not every or number % every or special.all():
@@ -142,12 +140,7 @@ class FPISA(DenseSwitchScheme):
 
 
 class FpisaStream(PacketStream):
-    """One tensor.
-
-    Args:
-        packets: uint8 [k, bytes].
-        odd: bool [k], packets that hold NaN or infinities on this rank.
-    """
+    """One tensor. ``packets``: uint8 [k, bytes]. ``odd``: bool [k], packets that hold NaN or infinities on this rank."""
 
     def __init__(self, packets: Array, odd: Array, slots: int) -> None:
         super().__init__(packets, slots)

@@ -15,9 +15,9 @@ import torch
 from gemini_ft.validation import checked
 
 from .base import Dimensions, SparseScheme
+from .builtin import SparsePS
 from .exchange import Exchange
 from .options import Patience, SlotCount, Switches
-from .parameter_server import SparsePS
 from .rows import SparseRows, to_rows, to_tensor, union
 from .switch_client import SwitchTerms
 from .switch_packets import Array

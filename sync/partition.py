@@ -33,12 +33,7 @@ SERIAL = 10  # r1 / r2: the serial memory is a tenth of the parallel one
 def murmur(keys: torch.Tensor, seed: int) -> torch.Tensor:
     """MurmurHash3's 32-bit finalizer, which lets every bit of the key change every bit of the hash.
 
-    Args:
-        keys: int64, not negative, any shape.
-        seed: another one gives another function.
-
-    Returns:
-        int64 in [0, 2**32), the same shape.
+    ``keys``: int64, not negative, any shape. ``seed``: another one gives another function. Returns int64 in [0, 2**32), the same shape.
     """
     state = (keys ^ keys >> 32 ^ seed * _GOLDEN) & _WORD
     state = (state ^ state >> 16) * 0x85EBCA6B & _WORD
@@ -222,9 +217,7 @@ class HashedPartition(HashPartition):
 
     The table and its inverse take 8 bytes per unit of the index space.
 
-    Args:
-        seed: the same on all ranks.
-        device: where the gradients are.
+    ``seed``: the same on all ranks. ``device``: where the gradients are.
     """
 
     formats = ("coo",)

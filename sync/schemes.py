@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from .base import Dimensions, Scheme, SparseScheme
-from .builtin import AGsparse, Dense
+from .builtin import AGsparse, Dense, SinglePS, SparsePS
 from .fpisa import FPISA
 from .hierarchical import Hierarchical
 from .omnireduce import OmniReduce, OmniReduceStreaming
-from .parameter_server import SinglePS, SparsePS
 from .ring import InceptionnRing, Ring8
 from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
 from .switch_scheme import SwitchScheme

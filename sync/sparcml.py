@@ -16,9 +16,9 @@ from gemini_ft.validation import Seed, checked
 
 from . import wire
 from .base import Dimensions, SparseScheme
+from .builtin import push
 from .exchange import Exchange
 from .options import Bits, Bucket
-from .parameter_server import push
 from .partition import EvenPartition
 from .rows import SparseRows, add_up, from_dense
 

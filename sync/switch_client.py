@@ -92,8 +92,7 @@ class Client:
 
     ``places``: host:port of each switch, in the order of their parts.
 
-    Raises:
-        SwitchSilentError: a name cannot be resolved, there is no way there, or this process can have no socket.
+    Raises SwitchSilentError: a name cannot be resolved, there is no way there, or this process can have no socket.
     """
 
     def __init__(self, places: Sequence[str], key: bytes, rank: int, world: int, terms: SwitchTerms) -> None:
@@ -131,9 +130,7 @@ class Client:
     def join(self, job: str, seconds: float) -> None:
         """Joins a job, after `reaches`.
 
-        Raises:
-            SwitchSilentError: a switch did not answer in time.
-            SwitchRefusedError: a switch cannot take the job.
+        Raises SwitchSilentError: a switch did not answer in time. SwitchRefusedError: a switch cannot take the job.
         """
         refused: list[str] = []
         welcomes = {part: part.welcome for part in self.parts}

@@ -165,8 +165,7 @@ class Datagrams:
     def receive(self) -> list[tuple[Array, Any]]:
         """Datagrams that have come, with their senders; nothing if there are none, and no more than fit the buffer or `MOST_CALLS` bring.
 
-        Returns:
-            uint8 [k, length] arrays of datagrams with one sender and length. They are valid until the next call.
+        Returns uint8 [k, length] arrays of datagrams with one sender and length. They are valid until the next call.
 
         Raises ConnectionRefusedError: nobody listens at the other end of a connected socket.
         """

@@ -170,9 +170,7 @@ class SwitchJob:
 class Jobs:
     """All jobs of one switch.
 
-    Args:
-        boot: made up at the start, 32 hexadecimal digits.
-        part, parts: of the slots that this switch has, from 0 on.
+    ``boot``: made up at the start, 32 hexadecimal digits. ``part``, ``parts``: of the slots that this switch has, from 0 on.
     """
 
     def __init__(self, key: bytes, boot: str, limits: Limits, part: int = 0, parts: int = 1) -> None:
@@ -269,12 +267,7 @@ def _need(join: packet.Join) -> int:
 
 
 class SwitchServer:
-    """Serves on one socket.
-
-    Args:
-        listening: a bound UDP socket.
-        part, parts: of the slots that this switch has, from 0 on.
-    """
+    """Serves on one socket. ``listening``: a bound UDP socket. ``part``, ``parts``: of the slots that this switch has, from 0 on."""
 
     def __init__(self, listening: socket.socket, key: bytes, limits: Limits | None = None, part: int = 0, parts: int = 1) -> None:
         self._socket = packet.Datagrams(listening)

@@ -8,9 +8,9 @@ from gemini_ft.validation import Seed, checked
 
 from . import wire
 from .base import Dimensions, SparseScheme
+from .builtin import push
 from .exchange import Exchange
 from .options import Hashing
-from .parameter_server import push
 from .partition import HashedPartition, HashPartition, RotatedPartition
 from .rows import SparseRows
 

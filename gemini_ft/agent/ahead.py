@@ -75,8 +75,7 @@ def use(run: str, host: str, deadline: float) -> bool:
 
     ``deadline``: time of the monotonic clock until which it is waited for.
 
-    Returns:
-        Whether an agent listens now. False: no process waits, it is of no use, or has failed.
+    Returns whether an agent listens now. False: no process waits, it is of no use, or has failed.
     """
     with contextlib.suppress(OSError), lifecycle.agent_log(run, host) as log, socket.socket(socket.AF_UNIX, _KIND) as sock:
         sock.settimeout(ANSWER_SECONDS)

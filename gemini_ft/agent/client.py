@@ -41,9 +41,7 @@ class AgentClient:
         on_event: called on the listening thread with whatever is no answer.
         timeout: seconds in which a message must be sent, and its answer must come.
 
-    Raises:
-        AgentTimeoutError: the agent cannot be started or does not answer.
-        GeminiError: the agent refused; whatever class it named.
+    Raises AgentTimeoutError: the agent cannot be started or does not answer. GeminiError: the agent refused; whatever class it named.
     """
 
     def __init__(self, run: str, host: str, hello: Hello, on_event: Callable[[ToWorker], None], timeout: float) -> None:

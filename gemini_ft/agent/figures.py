@@ -74,7 +74,6 @@ class Measures:
     ``host``: its name.
 
     Attributes:
-        step: the newest step that a worker of this host has ended; None: none yet.
         step_pace: how long steps take here.
         commit_pace: the time from one commit to the next.
         commit_seconds: time from the end of a step here until it was committed.
@@ -82,18 +81,17 @@ class Measures:
         waited_seconds: the part of that time for which the update waited for the copy.
         skips: reason -> number of snapshots that a worker of this host gave up.
         restarts: cause -> number of incarnations that followed another one.
-        failed_at: cause -> when a worker was last lost by it, in seconds of the system's clock.
         time: the time of the run by phase, as this host sees it; it goes on from what other agents, or a stored checkpoint, have kept.
     """
 
     def __init__(self, host: str = "") -> None:
         self._host = host
-        self.step: int | None = None
+        self.step: int | None = None  # the newest step that a worker of this host has ended; None: none yet
         self.step_pace, self.commit_pace, self._commits = MeanInterval(), MeanInterval(), 0
         self.commit_seconds, self.blocked_seconds, self.waited_seconds = Distribution(), Distribution(), Distribution()
         self.skips = Counter(dict.fromkeys(("late", "written", "ending", "other"), 0))
         self.restarts = Counter(dict.fromkeys(("died", "failed", "hang", "drain", "elsewhere"), 0))
-        self.failed_at: dict[str, float] = {}
+        self.failed_at: dict[str, float] = {}  # cause -> when a worker was last lost by it, in seconds of the system's clock
         self.time = TimeLedger(time.monotonic())
         self._ended: dict[int, float] = {}  # iteration -> when the first worker said that it has ended
         self._is_restoring = False

@@ -88,9 +88,7 @@ def _remove_old_logs(folder: Path) -> None:
 def try_connect(run: str, host: str) -> socket.socket | None:
     """Connects to the agent, if there is one.
 
-    Raises:
-        AgentTimeoutError: it takes in no connections.
-        AgentError: another user's process has taken its address.
+    Raises AgentTimeoutError: it takes in no connections. AgentError: another user's process has taken its address.
     """
     return _try_connect(socket_name(run, host), f"the agent of run {run!r} on host {host!r}")
 
@@ -301,9 +299,7 @@ def agent_environment() -> dict[str, str]:
 def ask(run: str, host: str, message: ToAgent, timeout: float = ANSWER_SECONDS) -> ToWorker | None:
     """Sends one message to the agent and returns its answer; None when there is no agent, or it just hung up.
 
-    Raises:
-        AgentTimeoutError: it does not answer.
-        AgentError: another user's process has taken its address.
+    Raises AgentTimeoutError: it does not answer. AgentError: another user's process has taken its address.
     """
     return _ask_at(socket_name(run, host), message, timeout, f"the agent of run {run!r} on host {host!r}")
 
@@ -364,8 +360,7 @@ def job_finished(run: str, *, stores: bool) -> str:
 
     ``stores``: whether the job has a storage. Its agent stays until it was asked, so its absence means that the last step may be lost.
 
-    Returns:
-        The reason why storage lacks the last step, or may lack it; empty if it does not.
+    Returns the reason why storage lacks the last step, or may lack it; empty if it does not.
     """
     host, patience = host_id(), ANSWER_SECONDS
     why = f"the agent of host {host!r} has ended, or hangs"

@@ -21,8 +21,7 @@ from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.web_page import PageAnswer, WebPage, read_token
 from gemini_ft.config import GeminiConfig, load_config
 from gemini_ft.errors import ConfigError, SecretError
-from gemini_ft.wire.fair_share import FairShare
-from gemini_ft.wire.network import bound
+from gemini_ft.wire.network import FairShare, bound
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -43,9 +42,7 @@ _OPEN_METRICS = "application/openmetrics-text; version=1.0.0"  # whatever versio
 def check_metrics(config: GeminiConfig) -> None:
     """Refuses the option ``metrics`` where prometheus-client is not installed, and a token of the web page that is none.
 
-    Raises:
-        ConfigError: metrics are asked for, and the library is missing; or see `read_token`.
-        SecretError: see `read_token`.
+    Raises ConfigError: metrics are asked for, and the library is missing; or see `read_token`. SecretError: see `read_token`.
     """
     read_token(config)
     if config.metrics is not None and importlib.util.find_spec("prometheus_client") is None:

@@ -19,21 +19,19 @@ from gemini_ft.agent.commit.collector import HEARTBEAT, CollectorPort
 from gemini_ft.agent.commit.failover import Failover, Refusal
 from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.context import StreamContext
-from gemini_ft.agent.log_limit import RateLimitedLog
 from gemini_ft.agent.replication.receive import Inbound, Receiver
 from gemini_ft.agent.replication.send import Outbound
 from gemini_ft.agent.replication.serve import Fetcher
 from gemini_ft.agent.storing import Storing
-from gemini_ft.agent.tasks import Tasks
+from gemini_ft.agent.tasks import RateLimitedLog, Tasks
 from gemini_ft.core.decisions import Cadence
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.stragglers import StragglerWatch, WorkTime
-from gemini_ft.core.succession import Succession, candidates
-from gemini_ft.core.tree import ways_up
+from gemini_ft.core.tree import Succession, candidates, ways_up
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, PeerError, SupersededError
-from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.handshake import certificate_at, dial
+from gemini_ft.wire.network import FairShare
 from gemini_ft.wire.peer_messages import Claims, PeerMessage, Rejoin, ReportWork, UploadSoon
 from gemini_ft.wire.tcp import Connection, Handler
 from gemini_ft.wire.worker_messages import SessionSpec

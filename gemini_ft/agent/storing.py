@@ -92,9 +92,7 @@ class Storing:
 class StoredCopy:
     """The shard that one ``Stage`` asks for.
 
-    Raises:
-        CorruptDataError: its layout or small state does not match its checksum.
-        StorageError: the storage cannot be read.
+    Raises CorruptDataError: its layout or small state does not match its checksum. StorageError: the storage cannot be read.
     """
 
     def __init__(self, context: StreamContext, order: Stage) -> None:

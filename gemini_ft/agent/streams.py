@@ -15,11 +15,11 @@ import msgpack
 import xxhash
 
 from gemini_ft.agent.context import RunContext
-from gemini_ft.agent.log_limit import RateLimitedLog
 from gemini_ft.agent.memory import slot_files
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.memory.slot_store import SlotDonor
 from gemini_ft.agent.stream import Stream
+from gemini_ft.agent.tasks import RateLimitedLog
 from gemini_ft.core.versions import MOST, Incarnation
 from gemini_ft.errors import AgentError, CorruptDataError, FormatError, GeminiError
 from gemini_ft.wire.handshake import Listener, listen

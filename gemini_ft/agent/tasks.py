@@ -1,9 +1,10 @@
-"""Background tasks of the agent's event loop."""
+"""Background tasks of the agent's event loop; and a log that refused connections cannot fill."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -28,3 +29,28 @@ class Tasks:
     def cancel(self) -> None:
         for task in self._tasks:
             task.cancel()
+
+
+_SPAN = 60.0  # seconds
+_MOST = 50  # lines in that time
+
+
+class RateLimitedLog:
+    """Passes lines on to ``log``; of those beyond the first ones of each minute it says only how many they were."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        self._log = log
+        self._since = -_SPAN
+        self._seen = 0
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._since >= _SPAN:
+            if self._seen > _MOST:
+                self._log(f"{self._seen - _MOST} more of this kind were not logged")
+            self._since, self._seen = now, 0
+        self._seen += 1
+        if self._seen <= _MOST:
+            self._log(text)
+        elif self._seen == _MOST + 1:
+            self._log(f"no more of this kind is logged for {_SPAN:g} s")

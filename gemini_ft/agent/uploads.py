@@ -352,8 +352,7 @@ class Uploader:
     async def tidy(self) -> tuple[str, str]:
         """Deletes, on the leader's host, old checkpoints and the leftovers of earlier uploads.
 
-        Returns:
-            A text for the user; and the reason why nothing more may be uploaded until a later try: storage would fill up.
+        Returns a text for the user; and the reason why nothing more may be uploaded until a later try: storage would fill up.
         """
         spec = self._spec
         newest = Version(spec.incarnation, sys.maxsize)

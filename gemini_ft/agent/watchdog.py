@@ -136,8 +136,7 @@ def connect(run: str, host: str, patience: float = 0.0) -> socket.socket:
 
     ``patience``: seconds without an answer after which an agent hangs; 0: it is not asked.
 
-    Raises:
-        AgentTimeoutError: it did not come up; the message names its log.
+    Raises AgentTimeoutError: it did not come up; the message names its log.
     """
     deadline = time.monotonic() + START_TIMEOUT + patience
     while time.monotonic() < deadline:

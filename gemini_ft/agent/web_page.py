@@ -58,9 +58,7 @@ class PageAnswer:
 def read_token(config: GeminiConfig) -> str | None:
     """The token of the web page; None: no page is asked for.
 
-    Raises:
-        ConfigError: there is no address to serve it at, or the token is none.
-        SecretError: its file is missing, or readable by others.
+    Raises ConfigError: there is no address to serve it at, or the token is none. SecretError: its file is missing, or readable by others.
     """
     if (path := config.page_token_file) is None:
         return None

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from gemini_ft import errors
 from gemini_ft.agent import lifecycle
-from gemini_ft.agent.log_limit import RateLimitedLog
+from gemini_ft.agent.tasks import RateLimitedLog
 from gemini_ft.core.versions import Incarnation
 from gemini_ft.errors import AgentError, GeminiError, PeerError
 from gemini_ft.wire.frames import FrameBuffer, receive_fds

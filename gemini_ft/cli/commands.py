@@ -136,8 +136,7 @@ def _forget_files(run: str, host: str, has_left: bool) -> Path | None:
 
     ``has_left``: whether an agent has just been told to leave, which may still be about to end.
 
-    Raises:
-        AgentError: an agent uses them that cannot be told.
+    Raises AgentError: an agent uses them that cannot be told.
     """
     if (parent := load_config().memory.folder) is None or lifecycle.is_listening(run, host):
         return None

@@ -88,9 +88,7 @@ def _of_agents(run: str) -> Mapping[str, BookedTime]:
 def _of_storage(run: str, url: str | None, endpoint: str | None) -> Mapping[str, BookedTime]:
     """The ledgers of a run by stream, as its newest checkpoints in storage have them.
 
-    Raises:
-        ConfigError: there is no such storage.
-        StorageError: it failed.
+    Raises ConfigError: there is no such storage. StorageError: it failed.
     """
     settings = load_config().storage if url is None else None
     if url is None and settings is None:

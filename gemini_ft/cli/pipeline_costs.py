@@ -91,8 +91,7 @@ def describe(model: nn.Module, rules: Rules, ranks: int, rate: float, latency: f
         rate: of each rank's link, bits per second.
         latency: seconds of a message without bytes; only the dense patterns count it.
 
-    Raises:
-        ConfigError: as in training, where the rules do not fit the model.
+    Raises ConfigError: as in training, where the rules do not fit the model.
     """
     tensors = [_as_it_travels(tensor, rules) for tensor in assign(model, rules)]
     wide = {tensor.name: tensor.rule != NO_RULE and rules[tensor.rule].is_local for tensor in tensors}

@@ -11,7 +11,7 @@ from math import inf, log10
 from pathlib import Path
 from typing import Any
 
-from gemini_ft.cli.units import nbytes, rate, seconds
+from gemini_ft.config import parse_bytes
 from gemini_ft.core.forecast import DAY, Cluster, Forecast, ReplicaChoice, best, choices, forecast, lost_work, quantile, wasted_time
 from gemini_ft.core.placement import describe, part_sizes, place, survival_probability
 from gemini_ft.core.words import table
@@ -259,3 +259,34 @@ def _y(share: float) -> float:
 
 def _line(x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="#dddddd"/>'
+
+
+_RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_TIMES = {"": 1.0, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+def nbytes(text: str) -> float:
+    """Bytes, from a number and a unit."""
+    try:
+        return float(parse_bytes(text))  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; give a number and a unit, such as 1.2TB or 500GiB") from None
+
+
+def rate(text: str) -> float:
+    """Bits per second, from a number and a unit."""
+    return _number(text.strip().removesuffix("/s"), _RATES, "rate", "100gbit or 200mbit")
+
+
+def seconds(text: str) -> float:
+    """Seconds, from a number and a unit."""
+    return _number(text, _TIMES, "time", "62s, 5min, 3h or 2d")
+
+
+def _number(text: str, units: dict[str, float], what: str, example: str) -> float:
+    digits = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = text.strip()[len(digits) :].strip().lower()
+    try:
+        return float(digits) * units[unit]
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}; give a number and a unit, such as {example}") from None

@@ -23,8 +23,7 @@ def open_store(host: str, port: int) -> TCPStore:
         host: name or address of the interface to listen on; 0.0.0.0 or :: for all.
         port: TCP port; 0 for any free one (see ``.port`` of the result).
 
-    Raises:
-        ConfigError: the address cannot be listened on.
+    Raises ConfigError: the address cannot be listened on.
     """
     from torch._C._distributed_c10d import TCPStore  # takes seconds that --help does without
 

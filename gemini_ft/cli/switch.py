@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gemini_ft.agent.lifecycle import leave_no_core
-from gemini_ft.cli.units import nbytes
+from gemini_ft.cli.planning import nbytes
 from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError
 from gemini_ft.sync.switch_server import Limits, SwitchServer

@@ -51,10 +51,7 @@ class AlertRule:
 
 
 def read_rules(text: str) -> list[AlertRule]:
-    """Reads a file of rules.
-
-    Raises ConfigError: a rule is none, or uses more of Prometheus's language than is known here.
-    """
+    """Reads a file of rules. Raises ConfigError: a rule is none, or uses more of Prometheus's language than is known here."""
     import yaml
 
     found = list[AlertRule]()

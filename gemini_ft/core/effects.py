@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping
 from dataclasses import dataclass, replace
 
 from gemini_ft.core.versions import Version
@@ -55,16 +55,20 @@ class Gathered:
     def hosts(self) -> Collection[str]:
         return self.roots.keys()
 
-    def each(self, held: Mapping[str, Sequence[int]]) -> list[Copies]:
-        """The reports host by host; ``held``: host -> owners of the shards that it holds, in their order.
+    def check(self, held: Mapping[str, Collection[int]]) -> None:
+        """Raises PeerError: a host holds nothing, or another number of shards than these can be the roots of.
 
-        Raises PeerError: a host holds nothing, or another number of shards than these can be the roots of.
+        ``held``: host -> owners of the shards that it holds, in their order.
         """
+        for host, text in self.roots.items():
+            if not text or not held.get(host) or len(text) % len(held[host]):
+                raise PeerError(f"{len(text)} characters are not the roots of the {len(held.get(host, ()))} copies on host {host!r}")
+
+    def each(self, held: Mapping[str, Collection[int]]) -> list[Copies]:
+        """The reports host by host, after `check`."""
         out = []
         for host, text in self.roots.items():
-            size, rest = divmod(len(text), len(held[host])) if held.get(host) else (0, 1)
-            if rest or not size:
-                raise PeerError(f"{len(text)} characters are not the roots of the {len(held.get(host, ()))} copies on host {host!r}")
+            size = len(text) // len(held[host])
             roots = {owner: text[at * size : (at + 1) * size] for at, owner in enumerate(held[host])}
             out.append(Copies(host=host, version=self.version, layout=self.layout, digest=self.digest, roots=roots))
         return out

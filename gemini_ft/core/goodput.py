@@ -78,25 +78,15 @@ class BookedTime:
 
 @dataclass(frozen=True, kw_only=True)
 class RunTime(BookedTime):
-    """A ledger as it is kept: in the manifest of each checkpoint, and by ranks that join for hosts whose agents are new.
+    """A ledger as it is kept: in the manifest of each checkpoint, and by ranks that join for hosts whose agents are new."""
 
-    Attributes:
-        seconds: time of the run by phase; a phase that is not given has had none.
-        incarnation: number of the last attempt.
-        furthest: the newest step that was trained.
-        failures: the oldest first, in seconds of the system's clock; of each cause the older ones are added up.
-        is_lost: whether the time from here on is lost to the newest failure.
-        is_over: whether the last attempt has come to an orderly end.
-        is_done: whether it has finished its work.
-    """
-
-    seconds: dict[Phase, float]
-    incarnation: int = 0
-    furthest: int = 0
-    failures: tuple[FailureCost, ...] = ()
-    is_lost: bool = False
-    is_over: bool = False
-    is_done: bool = False
+    seconds: dict[Phase, float]  # time of the run by phase; a phase that is not given has had none
+    incarnation: int = 0  # number of the last attempt
+    furthest: int = 0  # the newest step that was trained
+    failures: tuple[FailureCost, ...] = ()  # the oldest first, in seconds of the system's clock; of each cause the older ones are added up
+    is_lost: bool = False  # whether the time from here on is lost to the newest failure
+    is_over: bool = False  # whether the last attempt has come to an orderly end
+    is_done: bool = False  # whether it has finished its work
 
     def __post_init__(self) -> None:
         """Refuses what no ledger comes to: it may have been read from storage, and goes on into every later one."""
@@ -123,21 +113,13 @@ def longer(one: RunTime | None, other: RunTime | None) -> RunTime | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PastTime:
-    """The time of a run before an agent serves an attempt.
+    """The time of a run before an agent serves an attempt."""
 
-    Attributes:
-        time: that which is booked, for an agent that has not seen it; None: nothing.
-        waited: seconds for which the ranks waited for storage before they joined.
-        under_way: seconds for which the attempt has been at work, with another agent; None: it begins.
-        restored: seconds for which the rank that tells has had its state back; None: it has none to get, or not yet.
-        replayed: (seconds since the last step that was trained again, and that step); None: there was none.
-    """
-
-    time: RunTime | None = None
-    waited: float = 0.0
-    under_way: float | None = None
-    restored: float | None = None
-    replayed: tuple[float, int] | None = None
+    time: RunTime | None = None  # that which is booked, for an agent that has not seen it; None: nothing
+    waited: float = 0.0  # seconds for which the ranks waited for storage before they joined
+    under_way: float | None = None  # seconds for which the attempt has been at work, with another agent; None: it begins
+    restored: float | None = None  # seconds for which the rank that tells has had its state back; None: it has none to get, or not yet
+    replayed: tuple[float, int] | None = None  # (seconds since the last step that was trained again, and that step); None: there was none
 
 
 def _refuse_wrong(seconds: Mapping[Phase, float], *numbers: int) -> None:

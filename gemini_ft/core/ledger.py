@@ -12,7 +12,7 @@ from dataclasses import replace
 from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
 from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, Report, Skipped
 from gemini_ft.core.protocol import NO_ROOTS, note_aborted
-from gemini_ft.core.rounds import FoldedRound, Pair, Round
+from gemini_ft.core.rounds import Holdings, Label, Pair, Roots, Round
 from gemini_ft.core.versions import MOST, Incarnation, Version
 from gemini_ft.core.words import named
 from gemini_ft.errors import printable
@@ -28,9 +28,7 @@ class Ledger:
     ``is_sealed``: whether ranks choose on this host what they resume (`protocol.Host.seal`). By what it has told them they may pass a
     version over, of which two copies differ, so that nothing is committed until that is over.
 
-    Hundreds of thousands of reports may come per step, so that none of them may cost a walk over all ranks. Those of one version are put
-    aside until the last one is there (`gemini_ft.core.rounds`), also where copies are late, differ or are left out. Rarer cases are counted
-    (`gemini_ft.core.rounds`): what was put aside is then reported as if it came now, and nothing is decided otherwise.
+    Hundreds of thousands of copies may be reported per step, so that no report may cost a walk over all ranks (`gemini_ft.core.rounds`).
     """
 
     def __init__(
@@ -49,7 +47,8 @@ class Ledger:
         self.agreed: Version | None = None  # the newest committed version in which all ranks were found to agree, or with which all began
         self.has_diverged = False  # whether they were found to differ: then nothing is committed any more
         self.epoch = 0
-        self.excluded: set[Pair] = set()  # one set, which the rounds have as well
+        self._holdings = Holdings(self.holders)
+        self.excluded = self._holdings.excluded  # one set, which the rounds have as well
         self.uploading: Version | None = None
         self.stored: Version | None = None  # the newest version of which this ledger knows that it is stored
         self.upload_error = ""  # of the last upload that is over, or could not begin
@@ -59,8 +58,6 @@ class Ledger:
         self.replica_timeout = replica_timeout
         self._cadence = cadence
         self._is_sealed, self._waits = is_sealed, False  # until the next `tick`
-        self._pairs = sum(map(len, self.holders.values()))
-        self._folded = FoldedRound(self.holders, self.excluded)  # of one version, and then there is no round
         self._joined: set[str] = set()
         self._joined_at: dict[str, Version] = {}  # host -> newest version reported when it joined for the last time, if it matters
         self._newest: Version | None = None  # that was reported
@@ -72,7 +69,7 @@ class Ledger:
 
     @property
     def hosts(self) -> Collection[str]:
-        return self._folded.held.keys()
+        return self._holdings.held.keys()
 
     def owns(self, host: str, rank: int) -> bool:
         return self.holders.get(rank, ("",))[0] == host
@@ -80,16 +77,13 @@ class Ledger:
     @property
     def is_under_way(self) -> bool:
         """Whether a version is, of which it is not decided whether it is committed."""
-        return bool(self._rounds) or self._folded.version is not None
+        return bool(self._rounds)
 
     @property
     def withholding(self) -> list[str]:
         """The hosts that have not reported their own shards of the version under way, without which nothing can be committed."""
         current = next(iter(self._rounds.values()), None)
-        if self._folded.version is not None:
-            lacking = [owner for owner in self.holders if not self._folded.has_own(owner)]
-        else:
-            lacking = [owner for owner in self.holders if current is not None and owner not in current.own]
+        lacking = [owner for owner in self.holders if current is not None and not current.has_own(owner)]
         return sorted({self.holders[owner][0] for owner in lacking})
 
     # -- reports
@@ -99,78 +93,70 @@ class Ledger:
 
         Raises PeerError: roots are not of the copies that a host holds.
         """
-        folded = self._folded
         if isinstance(report, Skipped):
             return self._skip(report.version, report.reason, [report.owner])
         if isinstance(report, GatheredSkips):
             return self._skip(report.version, report.reason, [owner for owners in report.owners.values() for owner in owners])
-        if self._is_ordinary(report.version) and folded.take(report, now):
-            self._newest = max(report.version, self._newest or report.version)
-            if folded.is_back(report.roots if isinstance(report, Gathered) else (report.host,)):
-                return self._unfold()
-            return self._try_commit(report.version, folded, now)
-        each = report.each(folded.held) if isinstance(report, Gathered) else [report]
-        before = [] if self._is_over(report.version) else self._unfold()
-        return [*before, *(decision for one in each for decision in self._report(one, now))]
+        label, is_over = (report.layout, report.digest), self.committed is not None and report.version <= self.committed
+        said: Mapping[str, Roots]
+        if isinstance(report, Gathered):
+            report.check(self._holdings.held)
+            said = report.roots
+        else:
+            roots = self._holdings.by_owner(report.host, {report.owner: report.root} if isinstance(report, Completed) else report.roots)
+            said = {report.host: roots} if roots else {}
+        if not isinstance(report, Completed) and not self._is_plain(report.version, label, said, is_over):
+            several = report.each(self._holdings.held) if isinstance(report, Gathered) else [report]
+            return [decision for copies in several for each in copies.each() for decision in self.report(each, now)]
+        if not is_over:
+            return self._take(report.version, label, said, now) if said else []
+        if (
+            not isinstance(report, Completed)
+            or report.version != self.committed
+            or self.roots.get(report.owner, report.root) != report.root
+        ):
+            return []  # an older or a damaged copy is not enough to have caught up
+        return self._readmit([(report.owner, report.host)])
 
-    def _is_ordinary(self, version: Version) -> bool:
-        """Whether reports of a version can be put aside: no other one is under way, and it is neither aborted nor gone past."""
-        if self._folded.version is not None:
-            return version == self._folded.version
-        if self._rounds or version in self.aborted or (self.committed is not None and version <= self.committed):
-            return False
-        return self._newest_passed is None or self._newest_passed <= version
+    def _is_plain(self, version: Version, label: Label, said: Mapping[str, Roots], is_over: bool) -> bool:
+        """Whether copies can be taken in together, and nothing is decided otherwise than if they came one by one."""
+        if is_over:
+            return not self.excluded
+        current, newest = self._rounds.get(version), self._newest_passed
+        is_plain = current.only_adds(label, said) if current is not None else newest is None or newest <= version
+        return is_plain and not any(map(self._holdings.excluded_at.get, said))
 
-    def _is_over(self, version: Version) -> bool:
-        return self.committed is not None and version <= self.committed
-
-    def _skip(self, version: Version, reason: str, owners: Sequence[int]) -> list[Decision]:
-        """Records that owners have no snapshot of a version. Reports put aside stay so if these owners have completed that."""
-        if self._is_over(version) or not owners:
-            return []
-        folded, before = self._folded, list[Decision]()
-        is_later = folded.version is None or folded.version < version
-        if not is_later or not (folded.own_since is not None or all(map(folded.has_own, owners))):
-            before = self._unfold()
-        return [*before, *self._abort(version, f"rank {owners[0]}: {printable(reason)}"), *self._overtaken(owners, version)]
-
-    def _unfold(self) -> list[Decision]:
-        """Reports one by one what was put aside; decides nothing but that holders are back, as not all of it is there, or agrees."""
-        if self._folded.version is not None:  # it is under way already, so that whoever has gone past it meanwhile has completed it
-            self._rounds[self._folded.version] = Round(self.holders, self._pairs, self.excluded)
-        return [decision for report, then in self._folded.unfold() for decision in self._report(report, then)]
-
-    def _report(self, report: Completed | Copies, now: float) -> list[Decision]:
-        if isinstance(report, Copies):
-            return [decision for each in report.each() for decision in self._report(each, now)]
-        if self._is_over(report.version):
-            return self._readmit(self._caught_up(report))
-        if report.host not in self.holders.get(report.owner, ()):
-            return []
-        if is_new := report.version not in self._rounds:
-            if report.version in self.aborted:  # its host was away when that was decided; replicas go with the owner's next version
-                return [Abort(report.version, self.aborted[report.version])] if self._is_own(report) else []
-            self._rounds[report.version] = Round(self.holders, self._pairs, self.excluded)
-            self._newest = max(report.version, self._newest or report.version)
-        current = self._rounds[report.version]
-        current.add(report.owner, report.host, (report.layout, report.digest), report.root, now)
-        gone = self._gone_past(report.version, current) if is_new else None
-        decisions = self._readmit(current.back)
-        if self._is_own(report):
-            decisions += self._overtaken([report.owner], report.version)
+    def _take(self, version: Version, label: Label, said: Mapping[str, Roots], now: float) -> list[Decision]:
+        """Takes in copies of a version that is not committed."""
+        own = [rank for host, roots in said.items() for rank in self._holdings.own.get(host, ()) if isinstance(roots, str) or rank in roots]
+        gone: int | None = None
+        if version not in self._rounds:
+            if version in self.aborted:  # its host was away when that was decided; replicas go with the owner's next version
+                return [Abort(version, self.aborted[version])] if own else []
+            self._rounds[version] = Round(self._holdings)
+            self._newest = max(version, self._newest or version)
+            gone = self._gone_past(version, own)
+        current = self._rounds[version]
+        for host, roots in said.items():
+            current.take(host, label, roots, now)
+        decisions = [*self._readmit(current.back), *(self._overtaken(own, version) if own else [])]
         if gone is not None:
-            return decisions + self._abandon(report.version, gone)
+            return decisions + self._abandon(version, gone)
         if len(self._rounds) > _MOST_ROUNDS:
             return decisions + self._abort(max(self._rounds), f"more than {_MOST_ROUNDS} versions are under way")
         if current.disputed:
-            return decisions + self._abort(report.version, "the ranks disagree")
-        return decisions + self._try_commit(report.version, current, now)
+            return decisions + self._abort(version, "the ranks disagree")
+        return decisions + self._try_commit(version, current, now)
+
+    def _skip(self, version: Version, reason: str, owners: Sequence[int]) -> list[Decision]:
+        """Records that owners have no snapshot of a version."""
+        if not owners or (self.committed is not None and version <= self.committed):
+            return []
+        return [*self._abort(version, f"rank {owners[0]}: {printable(reason)}"), *self._overtaken(owners, version)]
 
     def finish(self, owner: int) -> list[Decision]:
         """Records that an owner has finished or is gone: what it has not completed it never will. Others may go on for a while."""
-        folded = self._folded
-        before = [] if folded.own_since is not None or folded.has_own(owner) else self._unfold()
-        return [*before, *self._overtaken([owner], _END)]
+        return self._overtaken([owner], _END)
 
     def tick(self, now: float, absent: Collection[str] = ()) -> list[Decision]:
         """Leaves out holders that keep the others waiting; the owner's own copy always counts.
@@ -178,25 +164,22 @@ class Ledger:
         ``absent``: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and what
         was committed before stays where it is.
         """
-        silent, folded = frozenset(absent), self._folded
-        under_way: dict[Version, Round | FoldedRound] = dict(self._rounds)
-        if folded.version is not None:
-            under_way[folded.version] = folded
+        silent = frozenset(absent)
         had_waited, self._waits = self._waits, self._is_sealed()
         if self._waits:
             return []
-        for version in sorted(under_way, reverse=True) if had_waited else ():
-            if decisions := self._try_commit(version, under_way[version], now):
+        for version in sorted(self._rounds, reverse=True) if had_waited else ():
+            if decisions := self._try_commit(version, self._rounds[version], now):
                 return decisions
-        for version, current in sorted(under_way.items()):
+        for version, current in sorted(self._rounds.items()):
             if current.own_since is None or now - current.own_since < self.replica_timeout:
                 continue
             missing = list(current.missing())
             late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in silent)
             if not late and missing:
                 continue
-            self.excluded |= late
-            for each in self._all_rounds():
+            self._holdings.exclude(late)
+            for each in self._rounds.values():
                 each.exclude(late)
             return [*([self._epoch(late)] if late else []), *self._try_commit(version, current, now)]
         return []
@@ -233,11 +216,11 @@ class Ledger:
         """
         if host in self._joined and host not in self.apart(commit):
             return replace(commit, roots={}, agreed=True)
-        return replace(commit, roots={owner: commit.roots[owner] for owner in self._folded.held.get(host, ()) if owner in commit.roots})
+        return replace(commit, roots={owner: commit.roots[owner] for owner in self._holdings.held.get(host, ()) if owner in commit.roots})
 
     def apart(self, commit: Commit) -> Collection[str]:
         """The hosts that must hear the roots of a commit, among those that have joined."""
-        return self._doubtful | self._joined_at.keys() if commit.version == self._judged else self._folded.held.keys()
+        return self._doubtful | self._joined_at.keys() if commit.version == self._judged else self._holdings.held.keys()
 
     # -- uploads
 
@@ -319,23 +302,14 @@ class Ledger:
 
     # -- inside
 
-    def _caught_up(self, report: Completed) -> set[Pair]:
-        """The holder whose copy of the committed version is reported; an older or a damaged copy is not enough."""
-        if report.version != self.committed:
-            return set()
-        return {(report.owner, report.host)} if self.roots.get(report.owner, report.root) == report.root else set()
-
     def _readmit(self, holders: Collection[Pair]) -> list[Decision]:
         """Readmits holders that were left out, once they have the committed version, or will have it."""
         if not (back := self.excluded.intersection(holders)):
             return []
-        self.excluded -= back
-        for each in self._all_rounds():
+        self._holdings.readmit(back)
+        for each in self._rounds.values():
             each.readmit(back)
         return [self._epoch(frozenset())]
-
-    def _all_rounds(self) -> list[Round | FoldedRound]:
-        return [*self._rounds.values(), self._folded]
 
     def _epoch(self, newly: frozenset[Pair]) -> Holders:
         self.epoch += 1
@@ -363,7 +337,7 @@ class Ledger:
             agreed=self.agreed,
         )
 
-    def _try_commit(self, version: Version, current: Round | FoldedRound, now: float) -> list[Decision]:
+    def _try_commit(self, version: Version, current: Round, now: float) -> list[Decision]:
         if not current.complete or self.has_diverged:
             return []
         self._waits = self._waits or self._is_sealed()
@@ -406,9 +380,6 @@ class Ledger:
         is_news = current is not None and current.differs and not self.has_diverged
         return [Abort(version, reason), *([self._conflict(current)] if current is not None and is_news else [])]
 
-    def _is_own(self, report: Completed) -> bool:
-        return self.owns(report.host, report.owner)
-
     def _overtaken(self, owners: Sequence[int], version: Version) -> list[Decision]:
         """Aborts the versions that owners have gone past: what they have not completed by now, they never will."""
         if self._newest_passed is None or version >= self._newest_passed:
@@ -416,15 +387,15 @@ class Ledger:
             self._passed.update(dict.fromkeys(owners, version))
         else:
             self._passed.update({owner: max(version, self._passed.get(owner, version)) for owner in owners})
-        older = sorted(each for each in self._rounds if each < version)
-        left = [(each, owner) for each in older for owner in owners if owner not in self._rounds[each].own]
+        older = sorted(each for each in self._rounds if each < version) if self._rounds.keys() != {version} else ()
+        left = [(each, owner) for owner in owners for each in older if not self._rounds[each].has_own(owner)]
         return [decision for each, owner in left for decision in self._abandon(each, owner)]
 
-    def _gone_past(self, version: Version, current: Round) -> int | None:
-        """An owner that had gone past a version, without its own copy, before anybody reported it."""
+    def _gone_past(self, version: Version, but: Collection[int]) -> int | None:
+        """An owner that had gone past a version before anybody reported it; not those whose own copy is there."""
         if self._newest_passed is None or self._newest_passed <= version:
             return None
-        return min((owner for owner, at in self._passed.items() if at > version and owner not in current.own), default=None)
+        return min((owner for owner, at in self._passed.items() if at > version and owner not in but), default=None)
 
     def _abandon(self, version: Version, owner: int) -> list[Decision]:
         at = self._passed[owner]
@@ -434,5 +405,3 @@ class Ledger:
         self.committed, self.roots = version, {}
         self._rounds = {v: r for v, r in self._rounds.items() if v > version}
         self.aborted = {v: reason for v, reason in self.aborted.items() if v > version}
-        if self._folded.version is not None and self._folded.version <= version:
-            self._folded.forget()

@@ -78,8 +78,7 @@ def survival_probability(parts: Sequence[int], replicas: int, lost: int) -> Frac
         replicas: copies of every shard.
         lost: hosts.
 
-    Raises:
-        ConfigError: ``lost`` is negative or above the number of hosts.
+    Raises ConfigError: ``lost`` is negative or above the number of hosts.
     """
     hosts = sum(parts)
     if not 0 <= lost <= hosts:

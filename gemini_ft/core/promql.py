@@ -75,10 +75,7 @@ def evaluate(text: str, history: History, at: float) -> Value:
 
 
 def seconds_of(text: str) -> float:
-    """Returns the seconds of a duration, such as ``10m``.
-
-    Raises ConfigError: it is none.
-    """
+    """Returns the seconds of a duration, such as ``10m``. Raises ConfigError: it is none."""
     if re.fullmatch(r"\d+[smhd]", text) is None:
         raise ConfigError(f"{text!r} is no duration: a number and one of s, m, h, d")
     return float(int(text[:-1]) * _UNITS[text[-1]])

@@ -38,11 +38,7 @@ class EngineData:
     def follow(self, loader: DeepSpeedDataLoader, name: str = TRAINING, begun: bool = False) -> None:
         """Makes a loader of DeepSpeed go on where it was.
 
-        Args:
-            begun: an iteration of it has begun, and the caller begins it again.
-
-        Raises:
-            ConfigError: it is being iterated.
+        ``begun``: an iteration of it has begun, and the caller begins it again. Raises ConfigError: it is being iterated.
         """
         if loader.data is not None and not begun:
             raise ConfigError("a loader of DeepSpeed is being iterated, so that its position cannot be kept; attach the engine before")
@@ -69,8 +65,7 @@ class EngineData:
     def positions(self) -> dict[str, Any]:
         """The states of what batches come from: the next one may be drawn before a snapshot is taken.
 
-        Raises:
-            StateError: what the resumed snapshot has a state of has not been given again.
+        Raises StateError: what the resumed snapshot has a state of has not been given again.
         """
         if self._found:
             raise StateError(
@@ -115,8 +110,7 @@ def initialize_protected(initialize: Callable[..., Any], protect: Callable[[Any]
     A `PipelineEngine` begins to iterate its training data when it is made, which draws the seed of its workers; so it is given them when it
     is protected.
 
-    Returns:
-        The results of ``deepspeed.initialize``.
+    Returns the results of ``deepspeed.initialize``.
     """
     bound = inspect.signature(initialize).bind(*arguments, **named)
     data = bound.arguments.pop("training_data", None) if isinstance(bound.arguments.get("model"), PipelineModule) else None

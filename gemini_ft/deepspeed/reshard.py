@@ -64,9 +64,7 @@ class Found:
 class OldShards:
     """The shards of a job of another size, as places where the elements of each parameter can be read.
 
-    Args:
-        layouts: rank of that job -> layout of its shard.
-        cuts: rank of that job -> how it was made of parameters.
+    ``layouts``: rank of that job -> layout of its shard. ``cuts``: rank of that job -> how it was made of parameters.
     """
 
     def __init__(self, layouts: Mapping[int, Layout], cuts: Mapping[int, Cut]) -> None:
@@ -121,12 +119,9 @@ class OldShards:
     def reads(self, fragment: Fragment, key: str, name: str) -> list[Read]:
         """The reads that fill a new fragment.
 
-        Args:
-            key: of the optimizer's state; empty: the parameter itself.
-            name: of the tensor that the fragment lies in.
+        ``key``: of the optimizer's state; empty: the parameter itself. ``name``: of the tensor that the fragment lies in.
 
-        Raises:
-            LayoutMismatchError: the old ranks did not have all of it.
+        Raises LayoutMismatchError: the old ranks did not have all of it.
         """
         at, reads = fragment.start, list[Read]()
         for found in self._found.get(fragment.param, {}).get(key, ()):

@@ -64,8 +64,7 @@ class EngineState:
         engine: as ``deepspeed.initialize`` returned it.
         modes: whether flags and attributes of modules are part of it (`gemini_ft.state.modes`); no: the caller keeps them.
 
-    Raises:
-        UnsupportedStateError: the engine uses something whose state is not known here; named.
+    Raises UnsupportedStateError: the engine uses something whose state is not known here; named.
     """
 
     def __init__(self, engine: Any, modes: bool = True) -> None:
@@ -142,11 +141,7 @@ class EngineState:
         return lets_ranks_differ(vars(self._engine).get("gradients"))
 
     def extras(self) -> dict[str, Any]:
-        """Returns all that is not in tensors.
-
-        Raises:
-            UnsupportedStateError: the optimizer holds another one, and nothing was resumed.
-        """
+        """Returns all that is not in tensors. Raises UnsupportedStateError: the optimizer holds another one, and nothing was resumed."""
         engine, base = self._engine, base_optimizer(self._engine.optimizer)
         if self._held and not self._is_resumed:
             raise UnsupportedStateError(
@@ -243,8 +238,7 @@ class EngineState:
     def check(self, extras: dict[str, Any]) -> None:
         """Implements `TrainingState.check`; partitions need not have the sizes that they had.
 
-        Raises:
-            LayoutMismatchError: the snapshot is of another optimizer, scheduler or configuration.
+        Raises LayoutMismatchError: the snapshot is of another optimizer, scheduler or configuration.
         """
         self._is_resumed = True
         engine, base = self._engine, base_optimizer(self._engine.optimizer)

@@ -32,9 +32,7 @@ _log = logging.getLogger("gemini_ft")
 def write_lightning(checkpoint: Checkpoint, path: Path) -> None:
     """Writes a Lightning ``.ckpt`` that ``Trainer.fit(ckpt_path=...)`` continues from, without gemini-ft.
 
-    Raises:
-        ConfigError: the checkpoint is not of a Lightning Trainer.
-        StateError: it holds a pickle that is not trusted.
+    Raises ConfigError: the checkpoint is not of a Lightning Trainer. StateError: it holds a pickle that is not trusted.
     """
     try:
         saved = on_cpu(checkpoint.extras("extras", "checkpoint"))

@@ -74,9 +74,7 @@ class Checkpoint:
     def extras(self, *part: str) -> Any:
         """The state that is no tensor, as rank 0 had it; only the part under these keys is decoded.
 
-        Raises:
-            KeyError: there is no such part.
-            StateError: it holds a pickle that is not trusted.
+        Raises KeyError: there is no such part. StateError: it holds a pickle that is not trusted.
         """
         return codec.decode(self._extras, self.secret, self.trust_pickle, part)
 

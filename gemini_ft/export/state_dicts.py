@@ -39,9 +39,7 @@ class OptimizerState:
 class State:
     """Models and optimizers of one checkpoint, whole, on the CPU.
 
-    Args:
-        checkpoint: where to read.
-        declared: leaves the tensors on the device ``meta``, without reading any.
+    ``checkpoint``: where to read. ``declared``: leaves the tensors on the device ``meta``, without reading any.
 
     Raises:
         StateError: it was made by a gemini-ft that did not keep the names, or holds a pickle that is not trusted.

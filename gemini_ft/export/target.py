@@ -160,9 +160,7 @@ def staged(to: str, target: Target, overwrite: bool = False, endpoint_url: str |
             Until everything is there, what was there before stays as it was.
         overwrite: replace what exists: that file, or that folder if there is nothing else in it.
 
-    Raises:
-        ConfigError: the target exists already.
-        StorageError: it cannot be written.
+    Raises ConfigError: the target exists already. StorageError: it cannot be written.
     """
     scheme = urlsplit(to).scheme
     if scheme not in ("", "file", "s3"):

@@ -63,12 +63,9 @@ def from_environment() -> tuple[Fault, ...]:
 def at_step(iteration: int, moment: str = "end_of_step", live: Live | None = None) -> None:
     """Carries out the faults that are due at this moment of this iteration. Without GEMINI_FAULTS this is one comparison.
 
-    Args:
-        moment: a key of ``gemini_ft.core.faults.MOMENTS``.
-        live: gives a tensor of this rank's training, for a fault of kind ``flip``.
+    ``moment``: a key of ``gemini_ft.core.faults.MOMENTS``. ``live``: gives a tensor of this rank's training, for a fault of kind ``flip``.
 
-    Raises:
-        InjectedFault: asked for by a fault of kind ``exception``.
+    Raises InjectedFault: asked for by a fault of kind ``exception``.
     """
     if drill is not None:
         drill.at(iteration, moment, live)

@@ -22,8 +22,7 @@ def slow_down(pid: int, share: float, seconds: float, period: float = PERIOD) ->
 
     ``share``: of each period, in which it may run.
 
-    Raises:
-        ProcessLookupError: there is no such process.
+    Raises ProcessLookupError: there is no such process.
     """
     pidfd = os.pidfd_open(pid)
     try:

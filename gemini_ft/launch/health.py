@@ -121,9 +121,7 @@ class Stay(Enum):
 class HostHealth:
     """Keeps a host that is not well out of the job, on behalf of its launcher.
 
-    Args:
-        account: gives the account of this host's agent.
-        drain: begins the drain of this host.
+    ``account``: gives the account of this host's agent. ``drain``: begins the drain of this host.
     """
 
     def __init__(
@@ -162,8 +160,7 @@ class HostHealth:
     def stays_away(self, state: Any, node: Any) -> Stay | None:
         """Judges this host where that is due, as it is about to join; None: it may.
 
-        Raises:
-            UnhealthyError: it is out of use, and the list says so.
+        Raises UnhealthyError: it is out of use, and the list says so.
         """
         if self.tend(state):
             return Stay.CHANGED
@@ -221,9 +218,7 @@ class HostHealth:
     def at_work(self, state: Any, node: Any, lacking: int = 0) -> bool:
         """Looks after this host while it trains; whether the state has changed, and is to be written.
 
-        Args:
-            node: this host's in the state.
-            lacking: places of the present round whose hosts have left.
+        ``node``: this host's in the state. ``lacking``: places of the present round whose hosts have left.
         """
         self.leaves = False
         changed = self.tend(state)

@@ -50,9 +50,8 @@ def default_run_id(command: Sequence[str] | None = None) -> str:
     names. Two jobs of one user that run the same command in the same directory at the same time need one of these,
     ``--run-id`` or ``GEMINI_RUN_ID``.
 
-    Args:
-        command: the script (or ``-m`` and the module's name) and its arguments; default: those of this process, so
-            call it before the script changes its directory or ``sys.argv``.
+    ``command``: the script (or ``-m`` and the module's name) and its arguments; default: those of this process, so call it before the
+    script changes its directory or ``sys.argv``.
     """
     what, *arguments = own_command() if command is None else command
     named = [name.strip() for name in os.environ.get(VARIABLES, "").split(",") if name.strip()]

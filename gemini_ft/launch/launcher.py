@@ -85,11 +85,9 @@ _NO_INTERVAL = 0.001  # seconds for which torch's launcher sleeps between two lo
 def command(argv: Sequence[str]) -> int:
     """Runs a script under torch's elastic launcher until the job ends.
 
-    Args:
-        argv: torchrun's arguments, among which ``--run-id``, ``--explain``, ``--cold`` and ``--preload`` are allowed.
+    ``argv``: torchrun's arguments, among which ``--run-id``, ``--explain``, ``--cold`` and ``--preload`` are allowed.
 
-    Returns:
-        The exit status; docs/launcher.md has the table.
+    Returns the exit status; docs/launcher.md has the table.
 
     Raises:
         ConfigError: there is no such script, or torch's launcher refuses the value of an option.
@@ -224,8 +222,7 @@ def _check(options: argparse.Namespace) -> None:
 def check_range(options: argparse.Namespace, config: GeminiConfig, environ: MutableMapping[str, str]) -> None:
     """Refuses stores that two sides of a network could each go on with, where each may have hosts enough.
 
-    Args:
-        environ: where the reason is left for workers, whose script may give the option ``elastic``.
+    ``environ``: where the reason is left for workers, whose script may give the option ``elastic``.
     """
     environ.pop(NOT_ELASTIC, None)
     least, most = torchrun.parse_min_max_nnodes(options.nnodes)
@@ -432,11 +429,7 @@ def _show_messages() -> None:
 def copied_from_pipe(program: Sequence[str]) -> Iterator[Path | None]:
     """A copy of the script, if it comes through a pipe, for as long as the context lasts; else None.
 
-    Args:
-        program: script and arguments; ``-`` is standard input.
-
-    Raises:
-        ConfigError: it cannot be read.
+    ``program``: script and arguments; ``-`` is standard input. Raises ConfigError: it cannot be read.
     """
     script = program[0]
     if script != "-" and (stat.S_ISREG(mode := os.stat(script).st_mode) or stat.S_ISDIR(mode)):

@@ -93,8 +93,7 @@ class Standby:
         patience: seconds to wait for the first store.
         read_seconds: for what the launchers exchange by way of a store, beside the state.
 
-    Raises:
-        RendezvousConnectionError: there was none in that time.
+    Raises RendezvousConnectionError: there was none in that time.
 
     Attributes:
         endpoints: as given.

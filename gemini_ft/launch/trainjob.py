@@ -98,8 +98,7 @@ def _status(percent: int, step: int) -> dict[str, Any]:
 class Reports(threading.Thread):
     """Reports the progress of a job.
 
-    Args:
-        total: tells the number of optimizer steps of the whole job once it is known; nothing is reported before.
+    ``total``: tells the number of optimizer steps of the whole job once it is known; nothing is reported before.
     """
 
     def __init__(self, endpoint: Endpoint, run: str, total: Callable[[], int | None]) -> None:

@@ -53,20 +53,16 @@ class ForkServer:
 
     def __init__(
         self,
-        program: Sequence[str],
-        modules: Sequence[str],
-        workers: Workers,
+        program: Sequence[str],  # script and arguments, or ``-m``, module name and arguments
+        modules: Sequence[str],  # what it imports
+        workers: Workers,  # take in those that it starts
         early: Mapping[str, str | None] | None = None,
-        copy: Path | None = None,
+        copy: Path | None = None,  # of the script, which has come through a pipe
     ) -> None:
         """Starts the server, which imports in the background until :meth:`wait_ready`.
 
         Args:
-            program: script and arguments, or ``-m``, module name and arguments.
-            modules: what it imports.
-            workers: take in those that it starts.
             early: variables that are set during these imports, as the script sets them before its own; None removes one.
-            copy: of the script, which has come through a pipe.
         """
         self.workers, self._copy = workers, copy
         environ = {name: value for name, value in {**os.environ, **(early or {})}.items() if value is not None}
@@ -88,8 +84,7 @@ class ForkServer:
     def wait_ready(self) -> str | None:
         """Waits for the imports; returns why no worker must be forked after them, or None if all is well.
 
-        Raises:
-            ForkServerError: the server has died or takes longer than 10 minutes.
+        Raises ForkServerError: the server has died or takes longer than 10 minutes.
         """
         if self._answered < 0:
             self._refusal = self._answer(0.0 if self._slow else _READY_SECONDS)["refused"]
@@ -103,9 +98,8 @@ class ForkServer:
     def fork(self, program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int]) -> Process:
         """Starts a worker that runs ``program`` with ``streams`` as its standard input, output and error.
 
-        Raises:
-            ForkServerError: the server has died, has not answered in time, or could not fork. The worker will not run then, however
-                late the answer comes.
+        Raises ForkServerError: the server has died, has not answered in time, or could not fork. The worker will not run then, however late
+        the answer comes.
         """
         if self._answered < self._asked:
             self._answer(0.0)  # to an earlier question, which is not waited for any longer
@@ -341,8 +335,7 @@ def forked_workers(
 ) -> Iterator[StandBy]:
     """Inside, torch's launcher forks the workers of ``program`` from a server that has imported ``modules``; see `ForkServer`.
 
-    Args:
-        reserve: workers that this host has in reserve while it waits as a spare.
+    ``reserve``: workers that this host has in reserve while it waits as a spare.
     """
     workers = Workers()
     warm = WarmStart(partial(ForkServer, program, modules, workers, early, copy))

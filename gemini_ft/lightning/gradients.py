@@ -20,8 +20,7 @@ def synchronizer_of(model: Any, rules: Rules, precision: Any, hook: tuple[Any, A
         precision: Lightning's plugin, which may have a scaler.
         hook: state and communication hook of the user's own, for the parameters that no rule matches.
 
-    Raises:
-        ConfigError: the rules do not fit the model; or the hook is none that can be called.
+    Raises ConfigError: the rules do not fit the model; or the hook is none that can be called.
     """
     if hook is not None and not callable(hook[1]):
         raise ConfigError(

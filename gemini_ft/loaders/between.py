@@ -101,8 +101,7 @@ class Between:
     def as_forked(self, new: bool) -> Iterator[None]:
         """Shows the dataset as persistent workers were started with it, but for what they share, to those that are started now.
 
-        Args:
-            new: whether that is without attributes that it did not have then.
+        ``new``: whether that is without attributes that it did not have then.
         """
         if self.forked is None:
             yield

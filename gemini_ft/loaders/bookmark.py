@@ -39,14 +39,11 @@ _END = object()
 class Bookmark:
     """The position of one loader, and the way in which its next iteration gets there.
 
-    Args:
-        method: as of `gemini_ft.loaders.loader.make_resumable`; so are the others.
+    ``method``: as of `gemini_ft.loaders.loader.make_resumable`; so are the others.
 
     Attributes:
         began_anew: whether the first iteration after a restart began at the first batch, because a whole one had been the step.
         was_empty: whether the first iteration after a restart has ended without a batch.
-        last_left: the number of the last iteration that another one has followed before its end.
-        is_counted_on: whether the loop has asked how many batches the next iteration leaves out.
     """
 
     def __init__(
@@ -82,8 +79,8 @@ class Bookmark:
         self._lost_before: list[str] = []  # what the snapshot says that the data had lost, until an iteration goes on in its middle
         self._asks_in_vain = 0  # that follow from a restart
         self.began_anew = self.was_empty = False
-        self.last_left = 0
-        self.is_counted_on = False
+        self.last_left = 0  # the number of the last iteration that another one has followed before its end
+        self.is_counted_on = False  # whether the loop has asked how many batches the next iteration leaves out
         # The following describes the iteration that is under way.
         self._running = False
         self._over = False  # it has come to its end, or was left before that, but may be what a loop goes on with

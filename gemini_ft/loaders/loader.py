@@ -26,18 +26,18 @@ from gemini_ft.loaders.parts import DataResume
 
 
 def make_resumable(
-    loader: Any,
+    loader: Any,  # DataLoader, or any iterable of batches
     method: DataResume = "auto",
     *,
     ahead: Callable[[], int] | None = None,
     in_advance: Callable[[], bool] | None = None,
     epoch: Callable[[], int] | None = None,
     active: Callable[[], bool] | None = None,
-    remade: bool = False,
-    lenient: bool = False,
-    before_next: Callable[[Bookmark], None] | None = None,
+    remade: bool = False,  # whether a hook that is called again makes anew what the epochs before have left behind in the data
+    lenient: bool = False,  # whether the loader is not refused for what cannot be kept: the state says it, under "lost"
+    before_next: Callable[[Bookmark], None] | None = None,  # called whenever the loop asks for its next batch
     owner: object = None,
-    rests: bool = False,
+    rests: bool = False,  # whether its iterations are over whenever its state is asked for, as those of validations are
 ) -> Any:
     """Gives ``loader`` the methods ``state_dict`` and ``load_state_dict``, and an iteration that heeds them.
 
@@ -46,7 +46,6 @@ def make_resumable(
     becomes part of the position.
 
     Args:
-        loader: DataLoader, or any iterable of batches.
         method: "skip" or "replay" where both are possible; "auto" takes "skip" where it is known to be exact. "skip" also says
             that batches do not depend on attributes that change and cannot be kept, such as caches.
         ahead: how many batches were taken but not yet used. Lightning takes one in advance if the length is unknown.
@@ -55,10 +54,6 @@ def make_resumable(
         epoch: the epoch, for samplers that do not tell theirs. None: the number of iterations before is the epoch,
             and the samplers are told (Fabric, which would start at 0 again after a restart).
         active: whether an iteration that starts now is to be watched; the same loader may also serve validation.
-        remade: whether a hook that is called again makes anew what the epochs before have left behind in the data.
-        lenient: whether the loader is not refused for what cannot be kept: the state says it, under "lost".
-        before_next: called whenever the loop asks for its next batch.
-        rests: whether its iterations are over whenever its state is asked for, as those of validations are.
         owner: whoever asks; a loader that it has made resumable before stays as it is, with all that is known of the epochs before.
     """
     former = bookmark_of(loader)

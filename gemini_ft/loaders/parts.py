@@ -23,11 +23,9 @@ Way = Literal["skip", "replay", "own"]
 class LoaderParts:
     """Dataset, collate function, generator and samplers of a loader, with the state that the next batches depend on.
 
-    Args:
-        epoch: the epoch, for samplers that do not tell theirs.
+    ``epoch``: the epoch, for samplers that do not tell theirs.
 
     Attributes:
-        generators: the private generators of the parts, by path.
         born: attributes of all parts, compared with those at the beginning. Those that another loader had changed by then count as
             changed: a resumed script may not iterate that one first (a sanity check).
         data: attributes of the parts but samplers, compared with the iteration's start; changes of samplers are made again.
@@ -42,7 +40,7 @@ class LoaderParts:
             "collate": getattr(loader, "collate_fn", None),
             "generator": getattr(loader, "generator", None),
         }
-        self.generators = private_generators(**parts, sampler=_samplers(loader))
+        self.generators = private_generators(**parts, sampler=_samplers(loader))  # the private generators of the parts, by path
         self.born = Attributes({**parts, "sampler": _with_inner(_samplers(loader))}, lambda _: OF_LOADERS)
         self.data = Attributes(parts, lambda _: OF_LOADERS)
         for other in self._made:
@@ -60,8 +58,7 @@ class LoaderParts:
     def way(self, method: DataResume, *, rests: bool = False) -> Way:
         """The way that the loader gets to a position, where the user has chosen ``method``; see `gemini_ft.loaders.loader`.
 
-        Args:
-            rests: whether it is a validation's.
+        ``rests``: whether it is a validation's.
         """
         loader = self.loader
         if method == "replay":
@@ -94,8 +91,7 @@ class LoaderParts:
     def put(self, then: dict[str, Any], below: str | tuple[str, ...] = "") -> None:
         """Puts the result of `present` back, beside what loading batches again has made of attributes that cannot be kept.
 
-        Args:
-            below: the parts, as beginnings of paths.
+        ``below``: the parts, as beginnings of paths.
         """
         set_generator_states({path: one for path, one in self.generators.items() if path.startswith(below)}, then["generators"])
         self.born.give_back(then["attributes"], below, lost=False)

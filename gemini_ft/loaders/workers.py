@@ -100,18 +100,15 @@ class WorkerStates:
     advance and that were thrown away when the next one began.
 
     Attributes:
-        lost: attributes that have changed in a worker and cannot be kept.
-        drew: whether the first batch of any worker drew random numbers.
-        revived: whether the workers that will be started next were resting before a restart.
         seeded_from: the state of the generator that their seed was drawn from, which is all there is of a worker that has made nothing
             yet; None before they are started.
     """
 
     def __init__(self, workers: int, persistent: bool) -> None:
         self._workers, self.persistent = workers, persistent
-        self.lost: set[str] = set()
-        self.drew = False
-        self.revived = False
+        self.lost: set[str] = set()  # attributes that have changed in a worker and cannot be kept
+        self.drew = False  # whether the first batch of any worker drew random numbers
+        self.revived = False  # whether the workers that will be started next were resting before a restart
         self.seeded_from: bytes | None = None
         self._first = 0
         self._rounds: deque[tuple[int, int, State]] = deque(maxlen=2 * workers)  # batch, worker, state after it

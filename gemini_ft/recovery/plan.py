@@ -32,25 +32,16 @@ class RecoveryPlan:
 
 
 def plan_recovery(
-    holdings: Mapping[str, Sequence[SlotInfo]],
-    world_size: int,
-    stored: Version | None = None,
-    stored_world_size: int | None = None,
-    refused: Sequence[Version] = (),
-    resizable: bool = False,
+    holdings: Mapping[str, Sequence[SlotInfo]],  # host -> the copies that its agent has
+    world_size: int,  # ranks of the job now
+    stored: Version | None = None,  # the newest whole checkpoint in storage
+    stored_world_size: int | None = None,  # ranks of the job that wrote it
+    refused: Sequence[Version] = (),  # versions that led to failure after failure, or whose copies are damaged
+    resizable: bool = False,  # whether this job can load what another number of ranks has made
 ) -> RecoveryPlan:
     """Chooses the newest version that is whole: in memory, else in storage.
 
-    Args:
-        holdings: host -> the copies that its agent has.
-        world_size: ranks of the job now.
-        stored: the newest whole checkpoint in storage.
-        stored_world_size: ranks of the job that wrote it.
-        refused: versions that led to failure after failure, or whose copies are damaged.
-        resizable: whether this job can load what another number of ranks has made.
-
-    Raises:
-        WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
+    Raises WorldSizeError: all there is was made by another number of ranks, and that cannot be loaded.
     """
     held = by_version(holdings, refused)
     for version in sorted(held, reverse=True):  # the first one is mostly whole: then no other is looked at

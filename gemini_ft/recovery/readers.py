@@ -84,9 +84,7 @@ class LocalShard:
 
     Bytes that have a place are read into it by system calls: through the mapping, each process would pay for the faults of all pages.
 
-    Raises:
-        CorruptDataError: it is another one.
-        GeminiError: the agent has none, or does not answer.
+    Raises CorruptDataError: it is another one. GeminiError: the agent has none, or does not answer.
     """
 
     def __init__(self, client: AgentClient, owner: int, version: Version, where: str = "own memory", root: str | None = None) -> None:
@@ -139,9 +137,7 @@ class LocalShard:
 class PeerShard:
     """A shard in another host's agent, read over the network. ``root``: the root that it must have; None: unknown.
 
-    Raises:
-        CorruptDataError: it is another one.
-        GeminiError: the agent has none, or does not answer.
+    Raises CorruptDataError: it is another one. GeminiError: the agent has none, or does not answer.
     """
 
     def __init__(

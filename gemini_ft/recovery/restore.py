@@ -65,12 +65,7 @@ class StateRestore:
     A sharded rank needs its own shard alone; under DDP every rank owns a part and needs all of them. In a job of another
     size every rank needs parts of several. `TrainingState.apply_extras` is due when all ranks have read everything.
 
-    Args:
-        extras: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
-        layouts: owner -> layout of its shard, as far as it is known already.
-
     Attributes:
-        reads: owner -> what to read of its shard, by ascending offset.
         tensors: ``Read.name`` -> what to fill.
         own: what to give to ``apply_extras``.
         restored: place (``own memory``, ``peer <host>``, ``other ranks``, ``storage``) -> bytes read from there so far.
@@ -84,15 +79,15 @@ class StateRestore:
         self,
         sources: ShardReaders,
         state: TrainingState,
-        extras: Mapping[int, Any],
+        extras: Mapping[int, Any],  # rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs
         rank: int,
         world_size: int,
-        layouts: Mapping[int, Layout] | None = None,
+        layouts: Mapping[int, Layout] | None = None,  # owner -> layout of its shard, as far as it is known already
     ) -> None:
         self._sources, self._rank = sources, rank
         with putting_back(sources.plan.version.iteration if sources.plan.version is not None else 0):
             reads, self.tensors, self.own = _prepare(sources, state, extras, rank, world_size, layouts or {})
-        self.reads: dict[int, list[Read]] = {}
+        self.reads: dict[int, list[Read]] = {}  # owner -> what to read of its shard, by ascending offset
         for read in reads:
             self.reads.setdefault(read.owner, []).append(read)
         self.restored: dict[str, int] = {}

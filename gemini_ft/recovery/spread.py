@@ -36,9 +36,7 @@ def owners_to_spread(plan: RecoveryPlan, hosts: Sequence[str]) -> frozenset[int]
     These are the shards that some host lacks, unless the busiest host would send and receive less without: in small jobs most
     copies are where they are needed.
 
-    Args:
-        plan: the version that is resumed, by as many ranks as made it.
-        hosts: rank -> its host.
+    ``plan``: the version that is resumed, by as many ranks as made it. ``hosts``: rank -> its host.
     """
     world_size, held = len(hosts), Counter(host for sources in plan.sources.values() for host in sources)
     lacking = {host: world_size - held[host] for host in hosts}
@@ -80,8 +78,7 @@ class SharedShard:
         root: the committed root; None: unknown.
         world_size: ranks of the job.
 
-    Raises:
-        CorruptDataError: the account is not of what was committed.
+    Raises CorruptDataError: the account is not of what was committed.
     """
 
     def __init__(self, about: Description, root: str | None, world_size: int) -> None:
@@ -152,20 +149,15 @@ class Outflow:
     """Reads this rank's shard on a thread: fills the rank's own state with it, and blocks of memory with its stream.
 
     A copy that fails in the middle is left for the next one, which goes on where the first has ended: equal roots are equal bytes.
-
-    Args:
-        reads: what this rank needs of it.
-        tensors: ``Read.name`` -> what to fill.
-        blocks: memory of equal size, to be filled again and again.
     """
 
     def __init__(
         self,
         sources: ShardReaders,
         shard: SharedShard,
-        reads: Sequence[Read],
-        tensors: Mapping[str, torch.Tensor],
-        blocks: Sequence[memoryview],
+        reads: Sequence[Read],  # what this rank needs of it
+        tensors: Mapping[str, torch.Tensor],  # ``Read.name`` -> what to fill
+        blocks: Sequence[memoryview],  # memory of equal size, to be filled again and again
     ) -> None:
         self._sources, self._shard, self._reads, self._tensors = sources, shard, reads, tensors
         self.read: tuple[str, int] | None = None  # place and bytes, once all has been read

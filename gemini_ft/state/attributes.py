@@ -83,11 +83,9 @@ class AttributeWalk:
     def take(self, value: Any, where: str) -> Saved:
         """The value as plain data.
 
-        Args:
-            where: its name, for errors and for references from elsewhere.
+        ``where``: its name, for errors and for references from elsewhere.
 
-        Raises:
-            UnsupportedStateError: something in it cannot be captured; named.
+        Raises UnsupportedStateError: something in it cannot be captured; named.
         """
         kind = type(value)
         if kind is int:
@@ -179,8 +177,7 @@ class AttributeReturn:
     def give(self, current: Any, saved: Saved, where: str) -> Any:
         """The value to put in the place of ``current``: itself where it could be filled.
 
-        Raises:
-            LayoutMismatchError: what was there in the snapshot cannot be made, and there is nothing to fill.
+        Raises LayoutMismatchError: what was there in the snapshot cannot be made, and there is nothing to fill.
         """
         kind, parts = saved
         if kind == "value":

@@ -77,9 +77,7 @@ class TrainingState(Protocol):
     ) -> tuple[Sequence[Read], Mapping[str, torch.Tensor], Extras]:
         """Does the work of ``destinations`` for a snapshot that another number of ranks has made.
 
-        Args:
-            layouts: rank of that job -> layout of its shard.
-            extras: rank of that job -> its extras.
+        ``layouts``: rank of that job -> layout of its shard. ``extras``: rank of that job -> its extras.
 
         Returns:
             What to read, by owner and ascending offset; name -> tensor to fill; what to give to ``apply_extras``.
@@ -115,29 +113,20 @@ class BoundState(TrainingState, Protocol):
 
 
 class PlainState:
-    """Modules and optimizers as their owner sees them; see `gemini_ft.state.modules`.
-
-    Args:
-        optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
-        replicated: whether plain parameters hold the same bytes on all ranks; None: whether a model is a DDP one.
-        ignored: whether the user sees to what has this name in the census.
-        modes: whether flags and attributes of modules are part of it (`gemini_ft.state.modes`); no: the caller keeps them.
-        can_rebuild: whether the user's script can build what has been added while training.
-        before: what was bound to the same Checkpointer until now.
-    """
+    """Modules and optimizers as their owner sees them; see `gemini_ft.state.modules`."""
 
     unrepeatable = ""
 
     def __init__(
         self,
         models: Models,
-        optimizers: Sequence[Any],
-        replicated: bool | None = None,
+        optimizers: Sequence[Any],  # torch optimizers, wrapped by Lightning or Fabric or not
+        replicated: bool | None = None,  # whether plain parameters hold the same bytes on all ranks; None: whether a model is a DDP one
         *,
-        ignored: Callable[[str], bool] = lambda _: False,
-        modes: bool = True,
-        can_rebuild: bool = False,
-        before: PlainState | None = None,
+        ignored: Callable[[str], bool] = lambda _: False,  # whether the user sees to what has this name in the census
+        modes: bool = True,  # whether flags and attributes of modules are part of it (`gemini_ft.state.modes`); no: the caller keeps them
+        can_rebuild: bool = False,  # whether the user's script can build what has been added while training
+        before: PlainState | None = None,  # what was bound to the same Checkpointer until now
     ) -> None:
         self.models, self.optimizers, self.replicated = models, optimizers, replicated
         self._ignored, self._has_modes, self._can_rebuild = ignored, modes, can_rebuild
@@ -312,8 +301,7 @@ def _refuse_own(found: Survey, stored: Iterable[TensorSpec], sharded: Container[
         sharded: the names of those that are parts of whole ones.
         extras: of that rank.
 
-    Raises:
-        WorldSizeError: there is some.
+    Raises WorldSizeError: there is some.
     """
     parts = {id(param) for name, param in found.parameters.items() if name in sharded and isinstance(param, DTensor)}
     common = {label: has_common_numbers(optimizer) for label, optimizer, param in found.with_state if id(param) in parts}
@@ -333,8 +321,7 @@ def _refuse_own(found: Survey, stored: Iterable[TensorSpec], sharded: Container[
 def _refuse_parts(extras: Extras, then: int) -> None:
     """Refuses what only as many ranks can load: parts of sharded parameters that are no tensors by name in the snapshot.
 
-    Raises:
-        WorldSizeError: there are some.
+    Raises WorldSizeError: there are some.
     """
     if found := [*extras.get("pending", {}).get("waiting", ()), *extras.get("changes", {}).get("tensors", ())]:
         raise WorldSizeError(

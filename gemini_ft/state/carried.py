@@ -72,8 +72,7 @@ class _Seen(NamedTuple):
 class Carried:
     """Variables of a loop, and of objects in them, that change while it trains: numbers, averages, buffers, hidden states.
 
-    Args:
-        given: models, optimizers and objects with a state of their own; the objects that they hold are known with them.
+    ``given``: models, optimizers and objects with a state of their own; the objects that they hold are known with them.
     """
 
     def __init__(self, models: Collection[nn.Module], given: Iterable[Any]) -> None:
@@ -89,8 +88,7 @@ class Carried:
 
         Call it at every step; it looks at the 1st, 2nd, 4th, 8th, ...
 
-        Args:
-            scalars: values that snapshots have, by name.
+        ``scalars``: values that snapshots have, by name.
         """
         self._steps += 1
         if self._steps & (self._steps - 1):

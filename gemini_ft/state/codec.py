@@ -63,8 +63,7 @@ def encode(obj: object, secret: bytes | None = None) -> bytes:
         obj: any nesting of the supported types; tensors are copied, wherever they are.
         secret: the run's secret, which signs what has to be pickled; None leaves it unsigned.
 
-    Raises:
-        StateError: something can be neither encoded nor pickled; the message has the path to it.
+    Raises StateError: something can be neither encoded nor pickled; the message has the path to it.
     """
     try:
         body = _pack(_lower(obj, (), secret))

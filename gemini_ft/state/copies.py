@@ -46,8 +46,7 @@ def plan_copies(sources: Iterable[Source], layout: Layout, limit: int | None = N
         limit: most bytes per copy, for a caller that sends parts on before the whole is there (an element is
             never cut); None: as much as possible.
 
-    Raises:
-        LayoutMismatchError: the layout was built from other tensors.
+    Raises LayoutMismatchError: the layout was built from other tensors.
     """
     by_name = {source.spec.name: source for source in sources}
     copies: list[Copy] = []

@@ -135,8 +135,7 @@ def map_slots(fds: Sequence[int], reserved: Reserved, device: torch.device | Non
 
     Slots that this process has mapped in an attempt before need no pages again: that costs three times as much as a copy into them.
 
-    Raises:
-        MemoryBudgetError: the kernel, or the driver of the device, gives no memory for that.
+    Raises MemoryBudgetError: the kernel, or the driver of the device, gives no memory for that.
     """
     mapped: list[MappedSlot] = []
     try:
@@ -164,8 +163,7 @@ class CopyPlan:
     There is one batch of copies per chunk, on a device one for several (``batch_bytes``). A copy that crosses the end of a batch belongs to
     the one in which it begins, so a chunk is whole when its own batch and all before it have been laid down.
 
-    Args:
-        at_step: copy everything at once when the step ends, into memory of this process; from there it goes to the slot.
+    ``at_step``: copy everything at once when the step ends, into memory of this process; from there it goes to the slot.
     """
 
     def __init__(self, sources: Sequence[Source], layout: Layout, chunk_bytes: int, at_step: bool = False) -> None:

@@ -42,16 +42,14 @@ functions: Any = dist  # with private ones that type checkers do not see
 def ddp_state(model: DistributedDataParallel, replicated: bool = True) -> dict[str, Any]:
     """The state between two steps, as plain data. Collective the first time after a backward.
 
-    Args:
-        replicated: whether all ranks are to hold the same parameters after each step.
+    ``replicated``: whether all ranks are to hold the same parameters after each step.
 
     Returns:
         ``buckets``: for each bucket the indices of its parameters, in order; empty as long as they are those DDP
         starts with. ``sync``: whether the next forward broadcasts the buffers, if the model does that at all.
         ``hooks``: what each communication hook remembers, in its state and its own attributes.
 
-    Raises:
-        UnsupportedStateError: a communication hook's state cannot be captured, or the hook lets ranks differ; named.
+    Raises UnsupportedStateError: a communication hook's state cannot be captured, or the hook lets ranks differ; named.
     """
     refuse_hooks(model, replicated)
     return {"buckets": _buckets(model), "sync": model.require_forward_param_sync, "hooks": _hooks(model)}
@@ -72,9 +70,7 @@ def first_tensors(models: Mapping[str, nn.Module], buffers: bool) -> dict[str, t
 
     A model beside the wrapped one is part of it: it may be a copy of weights that no rank had been sent yet.
 
-    Args:
-        models: name -> module, wrapped by DDP or not.
-        buffers: whether buffers are to be alike, too.
+    ``models``: name -> module, wrapped by DDP or not. ``buffers``: whether buffers are to be alike, too.
     """
     found: dict[str, torch.Tensor] = {}
     for name, model in models.items():
@@ -87,12 +83,9 @@ def first_tensors(models: Mapping[str, nn.Module], buffers: bool) -> dict[str, t
 def send_first(tensors: Mapping[str, torch.Tensor], exchange: Callable[[Any], list[Any]]) -> None:
     """Sends the first rank's tensors to all ranks, as a new DDP does unless it was given ``init_sync=False``. Collective.
 
-    Args:
-        tensors: of this rank, by name.
-        exchange: gives back every rank's object in rank order (`gemini_ft.worker.rendezvous.exchange`).
+    ``tensors``: of this rank, by name. ``exchange``: gives back every rank's object in rank order (`gemini_ft.worker.rendezvous.exchange`).
 
-    Raises:
-        LayoutMismatchError: ranks have other tensors; the same text on all.
+    Raises LayoutMismatchError: ranks have other tensors; the same text on all.
     """
     every = exchange([(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()])
     for rank, said in enumerate(every):
@@ -116,8 +109,7 @@ def restore_buckets(model: DistributedDataParallel, state: dict[str, Any]) -> No
 def restore_sync(model: DistributedDataParallel, state: dict[str, Any]) -> None:
     """Lets the next forward broadcast buffers, or not, as it would have; lets communication hooks remember what they did.
 
-    Raises:
-        LayoutMismatchError: there are other communication hooks now.
+    Raises LayoutMismatchError: there are other communication hooks now.
     """
     model.require_forward_param_sync = state["sync"]
     hooks = list(_own_hooks(model))
@@ -173,8 +165,7 @@ def refuse_absence(models: Iterable[DistributedDataParallel]) -> None:
 
     Those ranks ask in a collective, before each further step of the others, how many have inputs; this answers in place of a step.
 
-    Raises:
-        UnsupportedStateError: there are some; or the `join()` has another first member, which alone may answer.
+    Raises UnsupportedStateError: there are some; or the `join()` has another first member, which alone may answer.
     """
     joined = [model for model in models if model._join_config.enable]
     if joined and not any(model._join_config.is_first_joinable for model in joined):

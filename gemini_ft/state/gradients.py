@@ -129,9 +129,7 @@ class _Several:
 class WithGradients:
     """A `gemini_ft.state.base.TrainingState` and the state of the gradients beside it.
 
-    Args:
-        inner: models and optimizers, or an engine.
-        gradients: the state that is added.
+    ``inner``: models and optimizers, or an engine. ``gradients``: the state that is added.
     """
 
     def __init__(self, inner: TrainingState, gradients: GradientState) -> None:
@@ -226,9 +224,7 @@ class WithGradients:
 class FiguresReporter:
     """Shows the agent the newest figures of the gradients, once a second at most, and never waits for it.
 
-    Args:
-        summary: see `GradientState`.
-        offer: sends a message if that can be done at once, and says whether it has been.
+    ``summary``: see `GradientState`. ``offer``: sends a message if that can be done at once, and says whether it has been.
     """
 
     def __init__(self, summary: Callable[[], Mapping[str, Mapping[str, float]]], offer: Callable[[ToAgent], bool]) -> None:
@@ -249,8 +245,7 @@ def is_gradient(name: str) -> bool:
 def check_presence(extras: Extras, attached: bool) -> None:
     """Compares the gradients' state in a snapshot with that of the job.
 
-    Raises:
-        LayoutMismatchError: one of them has a gradient pipeline, and the other has none.
+    Raises LayoutMismatchError: one of them has a gradient pipeline, and the other has none.
     """
     if (KEY in extras) == attached:
         return

@@ -22,8 +22,7 @@ _COUNTS = frozenset({"last_epoch", "last_batch_iteration", "_step_count", "_last
 class Hyperparameters:
     """The hyperparameters that the script has given, to be compared with those of the snapshot that is resumed.
 
-    Args:
-        stateful: name -> object given to the Checkpointer; of schedulers among them the values are known.
+    ``stateful``: name -> object given to the Checkpointer; of schedulers among them the values are known.
     """
 
     def __init__(self, stateful: Mapping[str, Any]) -> None:
@@ -82,8 +81,7 @@ def warn(texts: Sequence[str]) -> None:
 def of_groups(label: str, groups: Iterable[Mapping[str, Any]]) -> Given:
     """The plain values of an optimizer's parameter groups; one entry for values that all groups share.
 
-    Args:
-        label: the optimizer, as a message shows it.
+    ``label``: the optimizer, as a message shows it.
     """
     groups = list(groups)
     found: Given = {}

@@ -30,15 +30,12 @@ class Resumption:
     """The iterations of all loaders that one Checkpointer has resumed.
 
     Attributes:
-        gone_on: how many have gone on where they stood.
-        to_go_on: how many have a position to go on at, and have not begun.
-        resize: where the snapshot is of another number of ranks, these numbers.
         random: torch's generator of the process as it was put back, until the first step, or until the first iteration goes on.
     """
 
-    gone_on: int = 0
-    to_go_on: int = 0
-    resize: Resize | None = None
+    gone_on: int = 0  # how many have gone on where they stood
+    to_go_on: int = 0  # how many have a position to go on at, and have not begun
+    resize: Resize | None = None  # where the snapshot is of another number of ranks, these numbers
     random: torch.Tensor | None = None
 
     def note_resume(self) -> None:
@@ -93,8 +90,7 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
         then: the scalars of the snapshot.
         now: those of the first step after it.
 
-    Raises:
-        StateError: the loop has gone through an epoch again that was over.
+    Raises StateError: the loop has gone through an epoch again that was over.
     """
     marks = [*_marks(state).values()]
     epochs = [name for name in ("epoch", "current_epoch") if name in then]
@@ -115,8 +111,7 @@ def check_epochs(state: Iterable[Any], *, then: Mapping[str, Any], now: Mapping[
 class BatchSource:
     """Where the steps of a loop take their batches from: as long as they do, from the loaders in its ``state``.
 
-    Args:
-        state: what the loop has given, as `resume` has left it.
+    ``state``: what the loop has given, as `resume` has left it.
     """
 
     def __init__(self, state: Iterable[Any] = ()) -> None:

@@ -28,9 +28,7 @@ SHARED = (type, ModuleType, NoneType, int, float, complex, str, bytes, Enum)  # 
 def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
     """The schedulers of ``optimizers``, the scalers in use and the averaged models that nothing in ``given`` leads to, by their types.
 
-    Args:
-        given: models, and objects with a state of their own; what they hold is given with them.
-        optimizers: those of the training.
+    ``given``: models, and objects with a state of their own; what they hold is given with them. ``optimizers``: those of the training.
     """
     known, ours = within(given), {id(optimizer) for optimizer in optimizers}
     found = (
@@ -46,8 +44,7 @@ def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
 class Generators:
     """Generators that the script keeps in its variables beside what it has given, and that its steps draw from.
 
-    Args:
-        given: models, and objects with a state of their own.
+    ``given``: models, and objects with a state of their own.
     """
 
     def __init__(self, given: Iterable[Any]) -> None:

@@ -39,12 +39,9 @@ _AROUND = {  # name that `wrappers` finds -> the warning about it
 def keepable(item: Any, given: str) -> Any:
     """Returns the object whose ``state_dict`` and ``load_state_dict`` keep ``item``: itself, or a wrapper around a random generator.
 
-    Args:
-        item: an object that the script has given.
-        given: how it was given, for errors: ``state['scheduler']``.
+    ``item``: an object that the script has given. ``given``: how it was given, for errors: ``state['scheduler']``.
 
-    Raises:
-        ConfigError: it lacks these methods, or they would not restore its position.
+    Raises ConfigError: it lacks these methods, or they would not restore its position.
     """
     if is_generator(item):
         return GivenGenerator(item)
@@ -87,16 +84,14 @@ class LoopWatch:
         self,
         models: Collection[nn.Module],
         state: Mapping[str, Any],
-        optimizers: Sequence[Any],
-        scalars: Mapping[str, Any] = MappingProxyType({}),
+        optimizers: Sequence[Any],  # the optimizers that were given; empty: schedulers and the like are not looked for
+        scalars: Mapping[str, Any] = MappingProxyType({}),  # the loop's values that snapshots have, by name
         iteration: int = 0,
         has_stepped: bool = True,
     ) -> None:
         """Looks at the loop when a step has ended.
 
         Args:
-            optimizers: the optimizers that were given; empty: schedulers and the like are not looked for.
-            scalars: the loop's values that snapshots have, by name.
             has_stepped: whether an optimizer has stepped, so that there may be a snapshot; without one it does not matter what differs.
         """
         self._safely("batches", self._look_at_batches, state.values())

@@ -22,19 +22,15 @@ class LoopTurn(ast.NodeVisitor):
     Each branch of an ``if`` is read as if the other one were not there.
 
     Attributes:
-        stored: names that a turn assigns.
-        carried: those of them that a turn reads before it assigns them.
         added: names that a turn adds to (``total += loss``, ``losses.append(loss)``), and reads only to print or log them.
-        iterated: names in the expression that the loop iterates over.
-        counter: the name that counts the turns of a loop over a range, which begins anew with it; empty: it is no such loop.
     """
 
     def __init__(self, loop: ast.AST) -> None:
-        self.stored: set[str] = set()
+        self.stored: set[str] = set()  # names that a turn assigns
         self._read: set[str] = set()
         self._adds, self._used = set[str](), set[str]()
-        self.iterated: set[str] = set()
-        self.counter = ""
+        self.iterated: set[str] = set()  # names in the expression that the loop iterates over
+        self.counter = ""  # the name that counts the turns of a loop over a range, which begins anew with it; empty: it is no such loop
         if isinstance(loop, ast.While):
             self.visit(loop.test)
         elif isinstance(loop, ast.For | ast.AsyncFor):
@@ -45,7 +41,7 @@ class LoopTurn(ast.NodeVisitor):
                 self.counter = loop.target.id
         for statement in getattr(loop, "body", ()):
             self.visit(statement)
-        self.carried = self.stored & self._read
+        self.carried = self.stored & self._read  # those of them that a turn reads before it assigns them
         self.added = self._adds - self._used
 
     def visit_Name(self, node: ast.Name) -> None:

@@ -125,8 +125,7 @@ class Modes:
     def restore(self, state: Mapping[str, Any], modules: Modules, *, but: Iterable[Any] = ()) -> None:
         """Puts back the result of `collect`; all else is as the script has made it. Modules that are gone are passed over.
 
-        Args:
-            but: objects whose attributes are put back by others.
+        ``but``: objects whose attributes are put back by others.
         """
         self._follow(modules)
         self._attributes.give_back(state["attributes"], but=but)

@@ -89,12 +89,9 @@ def _fits(current: torch.Tensor, spec: TensorSpec, whole: str, device: torch.dev
 def collect_extras(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> Extras:
     """The part of the state that is no tensor; holds live objects, so encode it before training goes on.
 
-    Args:
-        found: the survey just made.
-        ignored: whether the user sees to what has this name.
+    ``found``: the survey just made. ``ignored``: whether the user sees to what has this name.
 
-    Raises:
-        UnsupportedStateError: something cannot be captured exactly; named.
+    Raises UnsupportedStateError: something cannot be captured exactly; named.
     """
     walk = _walk(found, ignored)
     saved = []
@@ -131,13 +128,13 @@ def _walk(found: Survey, ignored: Callable[[str], bool] = lambda _: False) -> At
 
 
 def destinations(
-    models: Models,
-    optimizers: Sequence[Any],
-    stored: Iterable[TensorSpec],
+    models: Models,  # name -> module
+    optimizers: Sequence[Any],  # torch optimizers, wrapped by Lightning or Fabric or not
+    stored: Iterable[TensorSpec],  # this rank's tensors in the snapshot (`gemini_ft.core.layout.stored_specs`)
     rank: int,
     world_size: int,
     *,
-    replicated: bool,
+    replicated: bool,  # whether plain (not DTensor) parameters are the same on all ranks, as under DDP
     strides: Mapping[str, Sequence[int]] | None = None,
 ) -> list[Source]:
     """Live tensors to fill, after giving the optimizers the state tensors that the snapshot has.
@@ -145,14 +142,9 @@ def destinations(
     Between this and `apply_extras` the optimizers are not usable.
 
     Args:
-        models: name -> module.
-        optimizers: torch optimizers, wrapped by Lightning or Fabric or not.
-        stored: this rank's tensors in the snapshot (`gemini_ft.core.layout.stored_specs`).
-        replicated: whether plain (not DTensor) parameters are the same on all ranks, as under DDP.
         strides: name -> strides of state that is laid out otherwise than its parameter (the extras' ``strides``).
 
-    Raises:
-        LayoutMismatchError: state was sharded otherwise than its parameter is now.
+    Raises LayoutMismatchError: state was sharded otherwise than its parameter is now.
     """
     wanted: dict[str, dict[str, TensorSpec]] = {}
     for spec in stored:
@@ -174,8 +166,7 @@ def apply_extras(models: Models, optimizers: Sequence[Any], extras: Extras) -> N
 
     Tensor hyperparameters (a learning rate on the device) are written in place, as graphs may hold them.
 
-    Raises:
-        LayoutMismatchError: other optimizers, parameter groups or modules than those of the snapshot.
+    Raises LayoutMismatchError: other optimizers, parameter groups or modules than those of the snapshot.
     """
     found, saved = survey(models, optimizers), extras["optimizers"]
     modules, named = found.with_extra_state, found.optimizers

@@ -33,11 +33,7 @@ def weak_hook(method: Callable[[Optimizer], None]) -> Callable[..., None]:
 
 
 class OptimizerSteps:
-    """The steps of the optimizers of one state.
-
-    Args:
-        before: called before each step.
-    """
+    """The steps of the optimizers of one state. ``before``: called before each step."""
 
     def __init__(self, before: Callable[[], None]) -> None:
         self._before = before
@@ -76,8 +72,7 @@ class OptimizerSteps:
     def take(self) -> bool:
         """Whether an optimizer has stepped since the last call.
 
-        Raises:
-            StateError: one has been captured into a graph, and replays of that are not announced.
+        Raises StateError: one has been captured into a graph, and replays of that are not announced.
         """
         if self._is_unannounced:
             raise StateError(

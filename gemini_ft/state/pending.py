@@ -77,8 +77,7 @@ class PendingGradients:
         """The gradients that wait, by the names of their parameters; which parameters have a gradient beside these, and which ones
         a loop adds to without zeroing them.
 
-        Raises:
-            UnsupportedStateError: a gradient that waits is sparse.
+        Raises UnsupportedStateError: a gradient that waits is sparse.
         """
         waiting, present, sparse = dict[str, torch.Tensor](), list[str](), list[str]()
         found = {name: (param, param.grad) for name, param in params.items() if param.grad is not None}
@@ -102,8 +101,7 @@ class PendingGradients:
     def restore(self, saved: Mapping[str, Any], params: Mapping[str, torch.Tensor]) -> None:
         """Gives every parameter the gradient that it had, and none to the others.
 
-        Raises:
-            LayoutMismatchError: there is no such parameter.
+        Raises LayoutMismatchError: there is no such parameter.
         """
         if absent := saved["waiting"].keys() - params.keys():
             raise LayoutMismatchError(f"the snapshot has a gradient of {min(absent)}, which is not there now")

@@ -56,9 +56,7 @@ def contradiction(name: str, words: str, error: Exception) -> CorruptDataError:
 def part_places(name: str, words: str, shape: Sequence[int], group: Group, world_size: int) -> list[torch.Tensor]:
     """The indices of the whole tensor that a part has, in each dimension, if ranks fill the mesh in order (as with init_device_mesh).
 
-    Args:
-        shape: of the part.
-        group: the ranks that hold it.
+    ``shape``: of the part. ``group``: the ranks that hold it.
     """
     if not words or words == PER_RANK:
         return [torch.arange(size) for size in shape]
@@ -77,10 +75,10 @@ def part_places(name: str, words: str, shape: Sequence[int], group: Group, world
 
 def reads_of_part(
     name: str,
-    then: Mapping[int, Layout],
-    words: str,
-    shape: Sequence[int],
-    group: Group,
+    then: Mapping[int, Layout],  # owner -> layout of its shard, of all former ranks
+    words: str,  # how the tensor is placed now
+    shape: Sequence[int],  # of the part now
+    group: Group,  # the ranks that hold it now, ``world_size`` of all
     world_size: int,
     *,
     known: KnownRuns | None = None,
@@ -88,14 +86,9 @@ def reads_of_part(
     """The reads that fill a part with what former ranks, of any number, had of its tensor.
 
     Args:
-        then: owner -> layout of its shard, of all former ranks.
-        words: how the tensor is placed now.
-        shape: of the part now.
-        group: the ranks that hold it now, ``world_size`` of all.
         known: what has been worked out for tensors placed alike, which a model's layers and their moments are; it is added to.
 
-    Raises:
-        LayoutMismatchError: they did not have all of it, or had a tensor of another shape.
+    Raises LayoutMismatchError: they did not have all of it, or had a tensor of another shape.
     """
     known = {} if known is None else known
     now, here = (words, tuple(shape), group), list[torch.Tensor]()

@@ -53,18 +53,15 @@ class Structure:
     Attributes:
         tensors: first name of each parameter and buffer -> its kind, shape, dtype, and whether it is persistent.
         groups: name of each optimizer -> for each of its groups the names of its parameters.
-        classes: name of each optimizer -> its class.
         order: name of each module -> its parameters, buffers and modules, one after the other.
-        modules: name of each module -> its class.
-        ties: further name of a parameter, buffer or module -> its first name.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
     groups: dict[str, list[list[str]]] = field(default_factory=dict)
-    classes: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)  # name of each optimizer -> its class
     order: dict[str, list[str]] = field(default_factory=dict)
-    modules: dict[str, str] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)
+    modules: dict[str, str] = field(default_factory=dict)  # name of each module -> its class
+    ties: dict[str, str] = field(default_factory=dict)  # further name of a parameter, buffer or module -> its first name
 
     def with_newcomers(self, now: Structure) -> Structure:
         """The description with modules that a first iteration has made, and ties of theirs: a fresh process makes them again."""
@@ -78,7 +75,6 @@ class Changes:
 
     Attributes:
         tensors: name -> entries of a `Structure`; None where there was, or is, no such tensor.
-        groups: name of an optimizer -> its groups.
         classes: name of an optimizer -> its class; None where there was, or is, no such optimizer.
         order: name of a module -> its parameters, buffers and modules; sums over all of a model's depend on their order.
         modules: name of a module -> its class; None where there was, or is, no such module.
@@ -86,7 +82,7 @@ class Changes:
     """
 
     tensors: dict[str, list[Entry | None]] = field(default_factory=dict)
-    groups: dict[str, list[list[list[str]]]] = field(default_factory=dict)
+    groups: dict[str, list[list[list[str]]]] = field(default_factory=dict)  # name of an optimizer -> its groups
     classes: dict[str, list[str | None]] = field(default_factory=dict)
     order: dict[str, list[list[str] | None]] = field(default_factory=dict)
     modules: dict[str, list[str | None]] = field(default_factory=dict)
@@ -198,8 +194,7 @@ def refuse(changes: Changes, modules: Modules) -> None:
 def build(models: Mapping[str, nn.Module], optimizers: Sequence[Any], changes: Changes) -> None:
     """Builds the changes in a fresh process; parts that are so already are left as they are.
 
-    Raises:
-        LayoutMismatchError: it was neither as the script made it then, nor as it is to be.
+    Raises LayoutMismatchError: it was neither as the script made it then, nor as it is to be.
     """
     ties: dict[str, str | None] = {**describe(models, ()).ties}  # all of them: a buffer that is resized is another tensor
     for name, (first_then, first_now) in changes.ties.items():

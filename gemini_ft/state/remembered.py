@@ -356,9 +356,7 @@ class Attributes:
 class _StillModules:
     """Modules of which all attributes that count were the very objects of the mark. There may be hundreds: one look asks all of them.
 
-    Args:
-        tables: path -> attributes, and the marks of those that count.
-        objects: path -> module.
+    ``tables``: path -> attributes, and the marks of those that count. ``objects``: path -> module.
     """
 
     def __init__(self, tables: Mapping[str, tuple[dict[str, Any], dict[str, Any]]], objects: Mapping[str, Any]) -> None:

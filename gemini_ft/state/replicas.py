@@ -105,11 +105,9 @@ def first_difference(every: Sequence[Digests]) -> str | None:
 def check_replicas(sources: Iterable[Source], exchange: Callable[[Any], list[Any]]) -> None:
     """Compares replicated tensors across ranks; collective.
 
-    Args:
-        exchange: gives back every rank's object in rank order (`gemini_ft.worker.rendezvous.exchange`).
+    ``exchange``: gives back every rank's object in rank order (`gemini_ft.worker.rendezvous.exchange`).
 
-    Raises:
-        ReplicaDivergedError: on every rank with the same text, naming the first tensor and the ranks.
+    Raises ReplicaDivergedError: on every rank with the same text, naming the first tensor and the ranks.
     """
     digests = tensor_digests(sources)
     groups = {group for group, _ in digests}

@@ -130,8 +130,7 @@ def _readable(generators: Mapping[str, Any]) -> dict[str, Any]:
 def randomness(but: Iterable[Any] = ()) -> Randomness:
     """The states of this process's global generators and of those of the script's modules; few objects, as they are taken at every step.
 
-    Args:
-        but: generators of the script that are left out.
+    ``but``: generators of the script that are left out.
     """
     seen, out = _of_script.seen(), {*map(id, but)}
     found = _readable({path: generator for path, generator in seen.items() if id(generator) not in out} if out else seen)
@@ -241,8 +240,7 @@ def rng_trackers() -> dict[str, Any]:
 class EveryGenerator:
     """The states of all that a call of a model may draw from, as they are now: `rng_state`, tracked generators and given ones.
 
-    Args:
-        further: generators beside these.
+    ``further``: generators beside these.
     """
 
     def __init__(self, further: Iterable[Any] = ()) -> None:

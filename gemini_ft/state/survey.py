@@ -99,8 +99,7 @@ class Survey:
     def others(self) -> list[list[Any]]:
         """Keys of each optimizer's state that belongs to no parameter.
 
-        Raises:
-            UnsupportedStateError: state belongs to a tensor that is not optimized.
+        Raises UnsupportedStateError: state belongs to a tensor that is not optimized.
         """
         for optimizer in self.optimizers.values():
             ours = {id(param) for _, param in _params(optimizer)}

@@ -78,15 +78,13 @@ class Source:
     """One tensor to capture.
 
     Attributes:
-        spec: name, dtype, local shape and group of ranks.
         tensor: this rank's part, detached: same memory, same version counter, never a copy. Its bytes are
             defined as those of its elements in logical (row-major) order, whatever its strides.
-        mutable: it may be written at any time (buffers), so it must be copied at once.
     """
 
-    spec: TensorSpec
+    spec: TensorSpec  # name, dtype, local shape and group of ranks
     tensor: torch.Tensor
-    mutable: bool
+    mutable: bool  # it may be written at any time (buffers), so it must be copied at once
 
 
 def unwrap_model(module: nn.Module) -> nn.Module:
@@ -101,8 +99,7 @@ def unwrap_model(module: nn.Module) -> nn.Module:
 def unwrap_optimizer(optimizer: Any) -> Optimizer:
     """The torch optimizer inside Lightning's, Fabric's and accelerate's wrappers.
 
-    Raises:
-        UnsupportedStateError: it is no torch optimizer, or one that keeps state where it cannot be seen.
+    Raises UnsupportedStateError: it is no torch optimizer, or one that keeps state where it cannot be seen.
     """
     while inner := next(
         (_OPTIMIZER_WRAPPERS[cls.__name__] for cls in type(optimizer).__mro__ if cls.__name__ in _OPTIMIZER_WRAPPERS), None
@@ -155,8 +152,7 @@ class Fingerprint:
 
     Compare only while those sources are alive: their memory cannot then be given to another tensor.
 
-    Raises:
-        UnsupportedStateError: a tensor has no memory (it is sparse, or lazy); named.
+    Raises UnsupportedStateError: a tensor has no memory (it is sparse, or lazy); named.
     """
 
     __hash__ = None  # type: ignore[assignment]
@@ -204,8 +200,7 @@ def describe(live: Iterable[Live], rank: int, world_size: int, replicated: bool)
     is replicated; for plain parameters and their state, all ranks if ``replicated`` (plain DDP), else none;
     for buffers, none. Plain state of a DTensor (such as Adam's step) is per rank too.
 
-    Raises:
-        UnsupportedStateError: a tensor cannot be captured exactly; named.
+    Raises UnsupportedStateError: a tensor cannot be captured exactly; named.
     """
     everyone = tuple(range(world_size)) if replicated else (rank,)
     return [_source(item, rank, everyone) for item in live if item.same_as is None]
@@ -251,8 +246,7 @@ def clean(name: str) -> str:
 def placement_words(name: str, tensor: DTensor) -> str:
     """The whole tensor in words: shape, placements, shape of the mesh; the same on all ranks.
 
-    Raises:
-        UnsupportedStateError: it is a partial sum, or its placement does not tell which rank holds which bytes.
+    Raises UnsupportedStateError: it is a partial sum, or its placement does not tell which rank holds which bytes.
     """
     for item in tensor.placements:
         if type(item).__name__ not in ("Shard", "_StridedShard", "Replicate"):

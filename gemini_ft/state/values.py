@@ -40,8 +40,7 @@ class NotPlain(Exception):
 class Opaque:
     """A mark of a value that is not plain, by which a change of it shows. It does not keep the value alive.
 
-    Args:
-        closely: whether to look into containers and arrays, too; data may fill those as a cache.
+    ``closely``: whether to look into containers and arrays, too; data may fill those as a cache.
     """
 
     def __init__(self, value: Any, closely: bool) -> None:
@@ -72,8 +71,7 @@ def snapshot(value: Any, closely: bool = False) -> Any:
 def copy_of(value: Any) -> Any:
     """Copies a plain value; one that cannot change is returned itself.
 
-    Raises:
-        NotPlain: it is not plain, too large or too deep, or contains itself.
+    Raises NotPlain: it is not plain, too large or too deep, or contains itself.
     """
     try:
         return _copy_of(value)
@@ -211,9 +209,7 @@ def _mark(value: Any, closely: bool, most: int = _SAMPLED) -> int:
     Of tensors it looks at versions and, if ``closely``, at one element, as writes to ``tensor.data`` count no version; at all elements of
     one up to 1 MiB that is an attribute itself. Arrays are looked at likewise, those of objects by their first numbers and texts.
 
-    Args:
-        closely: as in `Opaque`.
-        most: the most entries of a container that are looked at.
+    ``closely``: as in `Opaque`. ``most``: the most entries of a container that are looked at.
 
     One that cannot be looked at (a lazy module, a nested tensor) shows no change.
     """

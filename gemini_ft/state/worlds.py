@@ -36,8 +36,7 @@ class Resize:
     def carried(self, count: int, what: str) -> int:
         """The number that each of the present ranks has where each of the former ones had ``count``.
 
-        Raises:
-            WorldSizeError: the present ranks cannot share these out evenly.
+        Raises WorldSizeError: the present ranks cannot share these out evenly.
         """
         if count * self.then % self.now:
             fitting = [str(ranks) for ranks in range(1, count * self.then + 1) if count * self.then % ranks == 0]
@@ -55,8 +54,7 @@ def carried_accumulation(extras: Mapping[str, Any], given: int, resize: Resize) 
         extras: of the snapshot.
         given: the script's own number, for a snapshot that was made without ``elastic`` by the same number of ranks.
 
-    Raises:
-        WorldSizeError: the present ranks cannot have the same global batch, or the snapshot does not say which it is.
+    Raises WorldSizeError: the present ranks cannot have the same global batch, or the snapshot does not say which it is.
     """
     found = extras.get("accumulation")
     if found is None and resize.then == resize.now:
@@ -112,12 +110,9 @@ def is_number(value: Any) -> bool:
 def refuse_data(loaders: Mapping[str, Any], strangers: Sequence[str], rank: int, world_size: int) -> None:
     """Refuses loaders whose samples cannot be dealt out anew to another number of ranks.
 
-    Args:
-        loaders: those that snapshots have, by name.
-        strangers: the datasets of those that are iterated as well, by their types.
+    ``loaders``: those that snapshots have, by name. ``strangers``: the datasets of those that are iterated as well, by their types.
 
-    Raises:
-        UnsupportedStateError: there are some, or there is no loader at all.
+    Raises UnsupportedStateError: there are some, or there is no loader at all.
     """
     marks = _marks(loaders)
     said = {name: mark.why_undivided(loaders[name], rank, world_size) for name, mark in marks.items() if mark.is_under_way}
@@ -144,8 +139,7 @@ def check_step(loaders: Iterable[Any], accumulation: int) -> None:
 
     At the end of an epoch they may be fewer.
 
-    Raises:
-        StateError: it has taken others.
+    Raises StateError: it has taken others.
     """
     for mark in _marks(dict(enumerate(loaders))).values():
         if not mark.is_under_way:
@@ -162,11 +156,7 @@ def check_step(loaders: Iterable[Any], accumulation: int) -> None:
 def check_schedulers(given: Mapping[str, Any], before: Mapping[str, int]) -> dict[str, int]:
     """Compares the steps that schedulers have counted with those of the call before.
 
-    Returns:
-        The counts, by name.
-
-    Raises:
-        StateError: one was stepped more than once, as by a loop that does so after each micro-batch.
+    Returns the counts, by name. Raises StateError: one was stepped more than once, as by a loop that does so after each micro-batch.
     """
     found = {name: _steps_of(value) for name, value in given.items() if isinstance(value, LRScheduler) or _DEEPSPEEDS in fields_of(value)}
     counts = {name: count for name, count in found.items() if count is not None}

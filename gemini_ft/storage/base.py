@@ -152,9 +152,7 @@ def round_trip(storage: Storage) -> None:
 def find_sign(storage: Storage, key: str, writer: str, reader: str) -> None:
     """Makes sure that host ``reader`` sees the object ``key`` that host ``writer`` has just written.
 
-    Raises:
-        ConfigError: it does not: the two hosts have different places under one name.
-        StorageError: the storage failed.
+    Raises ConfigError: it does not: the two hosts have different places under one name. StorageError: the storage failed.
     """
     for attempt in range(_LOOKS):
         if attempt:

@@ -316,9 +316,7 @@ def write_mark(storage: Storage, run: str, stream: str, version: Version) -> Non
 def read_mark(storage: Storage, run: str, stream: str) -> Version | None:
     """The newest version that was reported as stored; None: the store says that there is no mark.
 
-    Raises:
-        CorruptDataError: what came is no mark of this run.
-        StorageError: the storage failed.
+    Raises CorruptDataError: what came is no mark of this run. StorageError: the storage failed.
     """
     key = mark_key(run, stream)
     try:

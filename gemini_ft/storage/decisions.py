@@ -267,9 +267,7 @@ def fenced(look: Iterable[Sighting], this: Sighting, present: Collection[str] | 
 def continued(version: Version, told: Iterable[tuple[Incarnation, Descent]]) -> Descent:
     """The descent of an incarnation that resumes ``version``.
 
-    Args:
-        version: that it resumes.
-        told: incarnations and their descent, as hosts and manifests have it.
+    ``version``: that it resumes. ``told``: incarnations and their descent, as hosts and manifests have it.
     """
     known: set[Incarnation] = set()
     aside: frozenset[Incarnation] = frozenset()

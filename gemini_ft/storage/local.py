@@ -68,19 +68,13 @@ def create(folder: Path, prefix: str = "") -> tuple[Path, int]:
 
 
 def sweep(
-    folder: Path,
-    now: float | None = None,
+    folder: Path,  # where; it may be missing. What has another kind of name, or is no plain file, is left alone
+    now: float | None = None,  # by the clock of the file system; None: it is not known yet, and nothing is judged by its age
     prefix: str = "",
-    written: Callable[[Path], float] = last_byte,
+    written: Callable[[Path], float] = last_byte,  # tells when the writer of a file has last written something
     remove: Callable[[Path], None] = Path.unlink,
 ) -> None:
-    """Removes leftovers of dead writers.
-
-    Args:
-        folder: where; it may be missing. What has another kind of name, or is no plain file, is left alone.
-        now: by the clock of the file system; None: it is not known yet, and nothing is judged by its age.
-        written: tells when the writer of a file has last written something.
-    """
+    """Removes leftovers of dead writers."""
     with suppress(FileNotFoundError):
         domain = _domain(folder)
         for name in os.listdir(folder):

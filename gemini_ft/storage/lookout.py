@@ -42,9 +42,7 @@ def _warn(text: str) -> None:
 class Lookout:
     """Looks at one run and stream.
 
-    Args:
-        reopen: opens the storage, with connections of its own.
-        remembered: versions that hosts remember as stored.
+    ``reopen``: opens the storage, with connections of its own. ``remembered``: versions that hosts remember as stored.
     """
 
     def __init__(self, reopen: Callable[[], Storage], run: str, stream: str, remembered: Collection[Version] = ()) -> None:
@@ -58,8 +56,7 @@ class Lookout:
 
         ``passed``: folders of checkpoints whose shards turned out to be damaged or gone when they were read.
 
-        Raises:
-            FormatError: one is of a format that this version cannot read; going back to an older one silently would lose work.
+        Raises FormatError: one is of a format that this version cannot read; going back to an older one silently would lose work.
         """
         try:
             for attempt in range(_LOOKS):
@@ -189,9 +186,7 @@ def newest_whole(storage: Storage, run: str, stream: str) -> Manifest | None:
 def check_not_superseded(storage: Storage, manifest: Manifest) -> None:
     """Makes sure that no other job has the same run id: its checkpoints would be mixed with this one's.
 
-    Raises:
-        SupersededError: an incarnation that this one knows nothing of has stored a checkpoint here.
-        StorageError: the storage failed.
+    Raises SupersededError: an incarnation that this one knows nothing of has stored a checkpoint here. StorageError: the storage failed.
     """
     listed = (_unknown(storage, manifest, info.version) for info in list_checkpoints(storage, manifest.run, manifest.stream))
     if found := next(filter(None, listed), None) or other_by_mark(storage, manifest):

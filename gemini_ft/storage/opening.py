@@ -16,8 +16,7 @@ def open_storage(url: str, endpoint_url: str | None = None, max_bandwidth: int |
 
     ``deletes``: whether `Storage.delete` does anything; else files stay until they are deleted by other means.
 
-    Raises:
-        ConfigError: the URL is none that this version can open, or boto3 is not installed.
+    Raises ConfigError: the URL is none that this version can open, or boto3 is not installed.
     """
     parsed, shown = urlsplit(url), without_passwords(url)
     if parsed.scheme == "s3" and "@" in parsed.netloc:

@@ -22,9 +22,7 @@ READER_SECONDS = 6 * 3600.0  # for which this process has seen a reader's note, 
 def read_back(storage: Storage, manifest: Manifest) -> None:
     """Makes sure that a stored checkpoint is there: its manifest as it was written, every shard to its end, and samples of the bytes.
 
-    Raises:
-        CorruptDataError: something of it is not as it was written.
-        StorageError: the storage failed.
+    Raises CorruptDataError: something of it is not as it was written. StorageError: the storage failed.
     """
     if read_manifest(storage, manifest.folder) != manifest:
         raise CorruptDataError(f"{storage.url}: {manifest.folder}/{MANIFEST} is not as it was written")
@@ -36,24 +34,19 @@ class Retention:
     """Deletes old checkpoints of one run and stream, after each that has been stored.
 
     Args:
-        reopen: opens the storage, with connections of its own.
-        keep_last: newest checkpoints to keep, all of them read back as sound; None: nothing is deleted.
-        keep_every: also keep those whose iteration divides by this; of one iteration, the newest.
-        damaged: folders of checkpoints that are known to be damaged; they count for nothing.
-        may_delete: whether this process decides what is deleted; asked before each checkpoint.
         present: folders beside its ancestors that this incarnation saw when it chose what to resume; see `fenced`.
     """
 
     def __init__(
         self,
-        reopen: Callable[[], Storage],
+        reopen: Callable[[], Storage],  # opens the storage, with connections of its own
         run: str,
         stream: str,
-        keep_last: int | None,
-        keep_every: int | None = None,
+        keep_last: int | None,  # newest checkpoints to keep, all of them read back as sound; None: nothing is deleted
+        keep_every: int | None = None,  # also keep those whose iteration divides by this; of one iteration, the newest
         *,
-        damaged: frozenset[str] = frozenset(),
-        may_delete: Callable[[], bool] = lambda: True,
+        damaged: frozenset[str] = frozenset(),  # folders of checkpoints that are known to be damaged; they count for nothing
+        may_delete: Callable[[], bool] = lambda: True,  # whether this process decides what is deleted; asked before each checkpoint
         present: Collection[str] | None = None,
     ) -> None:
         self._may_delete, self._present = may_delete, present

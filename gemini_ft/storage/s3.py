@@ -228,8 +228,7 @@ class S3Storage:
 
         ``tag``: the store's name for what it has kept, by its answer; empty: the answer had none; None: nobody else writes there.
 
-        Raises:
-            StorageError: it has not, and what it has kept is deleted; or another process has written there meanwhile.
+        Raises StorageError: it has not, and what it has kept is deleted; or another process has written there meanwhile.
         """
         head = self._head(key)
         kept, found = head["ContentLength"], checksum_of_all(head)

@@ -82,9 +82,7 @@ class GarbledError(StorageError):
 def explained(url: str, what: str, silence: float) -> Iterator[None]:
     """Turns boto3's errors into StorageErrors.
 
-    Args:
-        what: that did not work, as in "cannot read a/b".
-        silence: seconds after which a request that gets no answer fails.
+    ``what``: that did not work, as in "cannot read a/b". ``silence``: seconds after which a request that gets no answer fails.
     """
     try:
         yield

@@ -118,17 +118,13 @@ def write_shard(
     storage: Storage,
     key: str,
     layout: Layout,
-    data: memoryview,
+    data: memoryview,  # the slot, at least ``layout.nbytes`` bytes; it must not change before the call returns
     extras: memoryview | bytes,
     *,
     transfer: TransferCount = UNCOUNTED,
-    committed: Committed | None = None,
+    committed: Committed | None = None,  # what the chunks must be
 ) -> ShardRecord:
     """Writes one shard straight from its slot; an object that has this key is replaced.
-
-    Args:
-        data: the slot, at least ``layout.nbytes`` bytes; it must not change before the call returns.
-        committed: what the chunks must be.
 
     Raises:
         CorruptDataError: a chunk is not what was committed, so that nothing is written; or has changed while it was sent: what is there

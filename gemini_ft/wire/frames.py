@@ -65,9 +65,7 @@ class BlockingWire:
         timeout: seconds to wait for each answer.
         further: the agent's addresses in other networks, over which lanes are spread; one that takes no connection in is passed over.
 
-    Raises:
-        PeerError: there is no answer, or the peer refuses.
-        SecretError: the peer does not know the secret.
+    Raises PeerError: there is no answer, or the peer refuses. SecretError: the peer does not know the secret.
     """
 
     def __init__(self, address: tuple[str, int], claims: Claims, secret: bytes, timeout: float, *, further: Sequence[str] = ()) -> None:

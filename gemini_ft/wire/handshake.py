@@ -21,11 +21,10 @@ from functools import partial
 from typing import Any
 
 from gemini_ft.errors import AgentError, ConfigError, GeminiError, PeerError
-from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.lane import ID_BYTES, KEY_BYTES, MARK, BlockingLane, lanes_of
 from gemini_ft.wire.lane_thread import LaneThread
 from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, kind_of
-from gemini_ft.wire.network import Addresses, as_peer_error, bound, connected
+from gemini_ft.wire.network import Addresses, FairShare, as_peer_error, bound, connected
 from gemini_ft.wire.peer_messages import Accepted, Claims, PeerMessage
 from gemini_ft.wire.tcp import SHORT_FRAME, Address, Connection, Handler, MessagesOnly, prepare
 from gemini_ft.wire.trust import tls_context
@@ -101,9 +100,7 @@ async def dial(address: Address, claims: Claims, secret: bytes, handler: Handler
 async def certificate_at(address: Address, secret: bytes, *, further: Sequence[str] = ()) -> bytes:
     """The certificate of whoever answers at an address, or at a ``further`` one, and knows the secret.
 
-    Raises:
-        PeerError: there is no answer, or not in time.
-        SecretError: the peer does not know the secret.
+    Raises PeerError: there is no answer, or not in time. SecretError: the peer does not know the secret.
     """
     try:
         async with asyncio.timeout(TIMEOUT):

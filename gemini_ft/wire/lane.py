@@ -140,9 +140,7 @@ class BlockingLane:
     def send(self, part: memoryview, is_last: bool) -> None:
         """Sends the next part of a payload, which must not change meanwhile; behind the last one the tag.
 
-        Raises:
-            OSError: the lane is broken.
-            PeerError: it was stopped.
+        Raises OSError: the lane is broken. PeerError: it was stopped.
         """
         while part:
             self._go_on()
@@ -156,9 +154,7 @@ class BlockingLane:
 
         ``targets``: where it goes, one after the other; None: nobody wants it.
 
-        Raises:
-            OSError: the lane is broken.
-            PeerError: the payload is not what the other end sent, or the lane was stopped.
+        Raises OSError: the lane is broken. PeerError: the payload is not what the other end sent, or the lane was stopped.
         """
         checksum = running_checksum()  # beside the tag, because a piece is in the core's cache only now
         if targets is None:  # the same memory each time

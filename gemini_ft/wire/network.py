@@ -1,6 +1,7 @@
 """Chooses the networks of a host that replicas travel on, and of a peer's those that work.
 
-A host's own networks are the user's choice, or the route to the job's master.
+A host's own networks are the user's choice, or the route to the job's master. What peers may use of an agent is shared between their
+addresses (`FairShare`).
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import ipaddress
 import os
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import psutil
 
@@ -36,9 +38,8 @@ def bind_addresses(interfaces: Sequence[str], master: str | None = None) -> list
         interfaces: names of interfaces (``ib0``) or CIDRs (``10.1.0.0/16``, ``fd00::/8``); empty: the route to ``master``.
         master: a host; default: MASTER_ADDR, or else 127.0.0.1.
 
-    Raises:
-        ConfigError: no such interface, or none with an address in that network, where the message lists what there is; or one address
-            twice.
+    Raises ConfigError: no such interface, or none with an address in that network, where the message lists what there is; or one address
+    twice.
     """
     if not interfaces:
         return [_route_to(master or os.environ.get("MASTER_ADDR", "127.0.0.1"))]
@@ -87,9 +88,7 @@ def bound(host: str, port: int, kind: socket.SocketKind) -> socket.socket:
 class Addresses:
     """The addresses of an agent, one for each network, for whoever dials several sockets to it.
 
-    Args:
-        address: which is tried first.
-        further: its addresses in other networks, at which the same port is open.
+    ``address``: which is tried first. ``further``: its addresses in other networks, at which the same port is open.
     """
 
     def __init__(self, address: tuple[str, int], further: Sequence[str]) -> None:
@@ -213,3 +212,58 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return False
+
+
+U = TypeVar("U")
+
+
+class FairShare(Generic[U]):
+    """At most ``most`` units in use. For more, the oldest users from the address that has the most units lose theirs.
+
+    Anyone can take ports, names and certificates by the thousand, but an address only where packets reach him. So one who asks for more and
+    more displaces what he has himself, and a peer that asks for little keeps it.
+
+    Args:
+        most: units that may be in use at a time; the attribute of this name may be set anew.
+        end: ends what a user does that has lost its units.
+    """
+
+    def __init__(self, most: int, end: Callable[[U], object]) -> None:
+        self.most, self._end = most, end
+        self._users: dict[U, tuple[str, int]] = {}  # in the order in which they came -> network, units
+        self._in_use = 0
+
+    def take(self, user: U, peer: str, units: int = 1) -> None:
+        """Lets a user have units; ``peer``: ``address:port``."""
+        self.give_back(user)
+        self._users[user] = _network(peer), units
+        self._in_use += units
+        while self._in_use > self.most:
+            used = Counter[str]()
+            for network, each in self._users.values():
+                used[network] += each
+            heaviest, _ = used.most_common(1)[0]  # of equal ones, that of the oldest user
+            oldest = next(each for each, (network, _) in self._users.items() if network == heaviest)
+            self._lose(oldest)
+
+    def give_back(self, user: U) -> None:
+        """Takes a user's units back, if it has any."""
+        _, units = self._users.pop(user, ("", 0))
+        self._in_use -= units
+
+    def end_all(self) -> None:
+        for user in list(self._users):
+            self._lose(user)
+
+    def _lose(self, user: U) -> None:
+        self.give_back(user)
+        self._end(user)
+
+
+def _network(peer: str) -> str:
+    """The address of a peer, an IPv4 one also where it is mapped into IPv6; of IPv6 the first half, as whoever has one of these has all."""
+    host = peer.rpartition(":")[0]
+    if ":" not in host:
+        return host
+    address = ipaddress.IPv6Address(host.partition("%")[0])
+    return str(address.ipv4_mapped or address.exploded[:19])

@@ -97,9 +97,7 @@ def check_way(path: Path) -> None:
 def open_log(path: Path) -> int:
     """Descriptor of a log file to append to, of mode 0600 when it is new. No link is followed.
 
-    Raises:
-        ConfigError: it is a link, no plain file, one that has another name too, or another user's.
-        OSError: the disk is full.
+    Raises ConfigError: it is a link, no plain file, one that has another name too, or another user's. OSError: the disk is full.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)

@@ -23,10 +23,10 @@ from functools import partial
 from typing import Any, Protocol, TypeGuard, cast
 
 from gemini_ft.errors import PeerError
-from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.frames import frame_length
 from gemini_ft.wire.lane_thread import BusyTime, LaneThread, Meter, Outcome, Valve, metered
 from gemini_ft.wire.messages import MAX_MESSAGE, MOST_VALUES, Chunk, kind_of, pack
+from gemini_ft.wire.network import FairShare
 from gemini_ft.wire.peer_messages import Data, Heartbeat, PeerMessage, Unchanged, peers
 
 Address = tuple[str, int]

@@ -70,9 +70,7 @@ def derive(secret: bytes, purpose: bytes, length: int = 32) -> bytes:
 def switch_key(config: GeminiConfig) -> bytes:
     """The key that a switch and the ranks share, derived from the run secret that the user gave.
 
-    Raises:
-        ConfigError: there is no secret.
-        SecretError: its file is missing, empty, or readable by others.
+    Raises ConfigError: there is no secret. SecretError: its file is missing, empty, or readable by others.
     """
     if not (secret := read_secret(config)):
         raise ConfigError("a switch needs a secret that it shares with all ranks; give it and them the same GEMINI_SECRET_FILE")

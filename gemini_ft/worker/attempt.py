@@ -72,8 +72,7 @@ class OwnAttempt:
     def await_order(self) -> tuple[dict[str, str], list[int]]:
         """The next attempt's environment and standard streams, once the launcher has sent them.
 
-        Raises:
-            ConnectionError: the launcher is gone.
+        Raises ConnectionError: the launcher is gone.
         """
         waiting = select.poll()
         waiting.register(self._end, select.POLLIN)

@@ -35,22 +35,15 @@ Order = TypeVar("Order", bound=Dispatch | Collect)
 
 
 class Courier:
-    """The courier of one worker. Making it is collective over the default process group.
-
-    Args:
-        timeout: seconds that a transfer may take.
-        tell: sends a message to the agent.
-        slots: the slots of this worker's own shard, by index.
-        custody: descriptors of replicas that the agent has entrusted to this worker, by key.
-    """
+    """The courier of one worker. Making it is collective over the default process group."""
 
     def __init__(
         self,
         traffic: TrafficConfig,
-        timeout: float,
-        tell: Callable[[ToAgent], None],
-        slots: Callable[[], Mapping[int, MappedSlot]],
-        custody: Callable[[], Mapping[str, int]],
+        timeout: float,  # seconds that a transfer may take
+        tell: Callable[[ToAgent], None],  # sends a message to the agent
+        slots: Callable[[], Mapping[int, MappedSlot]],  # the slots of this worker's own shard, by index
+        custody: Callable[[], Mapping[str, int]],  # descriptors of replicas that the agent has entrusted to this worker, by key
     ) -> None:
         self._tell, self._slots, self._custody = tell, slots, custody
         self._timeout = timedelta(seconds=timeout)

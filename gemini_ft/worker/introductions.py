@@ -87,12 +87,9 @@ def agree_on_secret(everyone: Sequence[Introduction], mine: bytes, rank: int, ti
     take nothing from the network: they have it through their agent's Unix socket. The others are sent it sealed for a key
     that each of them makes up on the spot, so that a reader of the rendezvous store learns nothing.
 
-    Args:
-        everyone: introductions in rank order; of secrets they have fingerprints only.
-        mine: the secret that this rank's agent has.
+    ``everyone``: introductions in rank order; of secrets they have fingerprints only. ``mine``: the secret that this rank's agent has.
 
-    Raises:
-        SecretError: the ranks were given different secrets.
+    Raises SecretError: the ranks were given different secrets.
     """
     given = {about.configured_secret: rank for rank, about in reversed(list(enumerate(everyone)))}
     if len(given) > 1:

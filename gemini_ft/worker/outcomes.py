@@ -69,12 +69,7 @@ def _forget_oldest(table: dict[int, Any], kept: int) -> None:
 
 
 class Outcomes:
-    """The snapshots whose outcome this rank waits for.
-
-    Args:
-        stats: where outcomes are counted.
-        write: appends an event to the run's.
-    """
+    """The snapshots whose outcome this rank waits for. ``stats``: where outcomes are counted. ``write``: appends an event to the run's."""
 
     def __init__(self, stats: Stats, write: Callable[..., None]) -> None:
         self._stats, self._write = stats, write

@@ -76,8 +76,7 @@ _POLL = 0.001  # seconds
 class Recorder:
     """Records one stream for one rank. Constructing it joins the run: collective.
 
-    Raises:
-        GeminiError: a rank could not join; the same text on all ranks.
+    Raises GeminiError: a rank could not join; the same text on all ranks.
     """
 
     def __init__(self, config: GeminiConfig, name: str, stats: Stats, resizable: bool) -> None:
@@ -158,12 +157,9 @@ class Recorder:
     def record(self, iteration: int, state: TrainingState, extras: Any, given: Any) -> None:
         """Takes a snapshot: state that may change at any time is copied now, the rest in the background.
 
-        Args:
-            iteration: how often the optimizers have stepped.
-            given: hyperparameters as the script gave them.
+        ``iteration``: how often the optimizers have stepped. ``given``: hyperparameters as the script gave them.
 
-        Raises:
-            GeminiError: something that must stop the job has happened since the last call.
+        Raises GeminiError: something that must stop the job has happened since the last call.
         """
         self.raise_fatal()
         self._step_over(iteration)
@@ -269,8 +265,7 @@ class Recorder:
     def before_update(self, changed: Sequence[str] = ()) -> None:
         """Returns when the snapshot under way has read all that the update will write.
 
-        Args:
-            changed: what has changed since the snapshot was begun although nobody wrote it: that snapshot is given up.
+        ``changed``: what has changed since the snapshot was begun although nobody wrote it: that snapshot is given up.
         """
         self.raise_fatal()
         with self._standing_still():
@@ -310,8 +305,7 @@ class Recorder:
     def leave_if_drained(self, iteration: int) -> None:
         """Ends this rank if its host is drained and the snapshot of ``iteration`` is safe; else a later one may be.
 
-        Raises:
-            DrainedError: it is.
+        Raises DrainedError: it is.
         """
         if not self.drain.begun:
             return
@@ -327,8 +321,7 @@ class Recorder:
     def close(self, finished: bool, interrupted: bool) -> None:
         """Leaves the run; the agent hears why, unless this is a failure.
 
-        Raises:
-            GeminiError: something that must stop the job was found by the last snapshot.
+        Raises GeminiError: something that must stop the job was found by the last snapshot.
         """
         self.drain.forget()
         if finished:

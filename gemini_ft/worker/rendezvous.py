@@ -75,8 +75,7 @@ def refuse_import() -> None:
 
     Such a process has the rank of the one that starts it, which waits for it, as it itself would wait for the other ranks.
 
-    Raises:
-        ConfigError: that is so.
+    Raises ConfigError: that is so.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):  # by this multiprocessing refuses to start processes here
         raise ConfigError(
@@ -235,14 +234,11 @@ def exchange(obj: T, timeout: float = 60.0) -> list[T]:
     Collective: all ranks call it, in the same order. Objects are pickled, and under NCCL travel through the current CUDA
     device. Without a group the result is ``[obj]``.
 
-    Args:
-        obj: anything that can be pickled. Where ranks say the same, they get one object for it: it must not be changed.
+    ``obj``: anything that can be pickled. Where ranks say the same, they get one object for it: it must not be changed.
 
-    Returns:
-        The objects of all ranks, in rank order.
+    Returns the objects of all ranks, in rank order.
 
-    Raises:
-        PeerError: some ranks did not come in time, or were lost during the exchange; the message names them if known.
+    Raises PeerError: some ranks did not come in time, or were lost during the exchange; the message names them if known.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [obj]
@@ -280,15 +276,12 @@ def exchange_alike(blobs: Sequence[bytes], marks: Sequence[Sequence[bytes]], tim
     Collective, as :func:`exchange`. Ranks of one host know the same of it, and all ranks have the same options: else the bytes that reach
     every rank would grow with the ranks, and not with what there is to say.
 
-    Args:
-        blobs: of this rank; every rank has as many.
-        marks: rank -> the `mark_of` each of its blobs, as all ranks know them.
+    ``blobs``: of this rank; every rank has as many. ``marks``: rank -> the `mark_of` each of its blobs, as all ranks know them.
 
     Returns:
         Rank -> its blobs.
 
-    Raises:
-        PeerError: as :func:`exchange`; or the parts do not make up what was announced.
+    Raises PeerError: as :func:`exchange`; or the parts do not make up what was announced.
     """
     rank = dist.get_rank() if len(marks) > 1 else 0
     alike = _alike(marks)

@@ -69,14 +69,13 @@ class _Call:
     """An outermost call of a module under training, as it is made again.
 
     Attributes:
-        generators: those that modules have as attributes, and those among the arguments.
         grads: place among the tensors of the output -> the gradient that the loss gave it.
     """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    generators: list[Any]
+    generators: list[Any]  # those that modules have as attributes, and those among the arguments
     rng: EveryGenerator
     held: list[_Held]
     autocasts: list[dict[str, Any]]
@@ -99,15 +98,13 @@ class Replay:
 
     Args:
         exchange: gives back every rank's object in rank order.
-        at_rest: what was found to have changed in memory since the last snapshot.
-        raises: called on all ranks with what each has found, where any has.
     """
 
     def __init__(
         self,
         exchange: Callable[[tuple[list[str], list[str]]], list[tuple[list[str], list[str]]]],
-        at_rest: Callable[[], list[str]],
-        raises: Callable[[list[list[str]]], None],
+        at_rest: Callable[[], list[str]],  # what was found to have changed in memory since the last snapshot
+        raises: Callable[[list[list[str]]], None],  # called on all ranks with what each has found, where any has
     ) -> None:
         self._exchange, self._at_rest, self._raises = exchange, at_rest, raises
         self._hooks: list[Any] = []
@@ -269,12 +266,9 @@ class Replay:
 
         A rank is named only if its second and third results are the same, and most ranks repeat theirs.
 
-        Args:
-            again: makes the computation again, without a trace.
-            changed: what has changed that nobody has written.
+        ``again``: makes the computation again, without a trace. ``changed``: what has changed that nobody has written.
 
-        Raises:
-            ReplayError: a few ranks did not get the same bits.
+        Raises ReplayError: a few ranks did not get the same bits.
         """
         second = self._repeated(again)
         differing = [name for name, digest in first.items() if second.get(name) != digest and name not in self._left_out]

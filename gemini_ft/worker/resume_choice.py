@@ -76,24 +76,18 @@ class Stored:
 
 
 class Chooser:
-    """Finds what to resume, the same on every rank: collective.
-
-    Args:
-        everyone: what all ranks have said, by rank.
-        reopen: opens the storage anew; None: there is none.
-        resizable: whether what another number of ranks has made can be loaded.
-    """
+    """Finds what to resume, the same on every rank: collective."""
 
     def __init__(
         self,
         config: GeminiConfig,
         client: AgentClient,
-        everyone: Sequence[Introduction],
+        everyone: Sequence[Introduction],  # what all ranks have said, by rank
         stream: str,
-        reopen: Callable[[], Storage] | None,
+        reopen: Callable[[], Storage] | None,  # opens the storage anew; None: there is none
         *,
         rank: int,
-        resizable: bool,
+        resizable: bool,  # whether what another number of ranks has made can be loaded
     ) -> None:
         self._config, self._client, self._everyone, self._stream = config, client, everyone, stream
         self._reopen, self._rank, self._resizable = reopen, rank, resizable
@@ -151,8 +145,7 @@ class Chooser:
             instead: the version that would be resumed; None: nothing.
             given_up: versions that led to failure after failure: older ones are resumed in place of them.
 
-        Raises:
-            PeerError: there are some; after a while.
+        Raises PeerError: there are some; after a while.
         """
         slots = [(host, info) for host, each in self._holdings.items() for info in each]
         sizes = {info.version: info.world_size for _, info in slots if info.committed}
@@ -181,8 +174,7 @@ class Chooser:
         It does where the last that it knows of are those of the session that has made the version, or that has resumed it last.
         The hosts that are here may have resumed it themselves, and have failed before their launchers heard of it.
 
-        Raises:
-            PeerError: there are some; after a while.
+        Raises PeerError: there are some; after a while.
         """
         here = frozenset(self._holdings)
         known = set(exchange(notes.hosts_of_commits(self._everyone[0].run, self._stream), self._config.timeout))
@@ -308,8 +300,7 @@ class Chooser:
     def _look(self, refused: frozenset[Version], insist: bool) -> Stored:
         """The findings of rank 0 in storage; ``insist``: it waits for an answer, and raises an error if there is none.
 
-        Raises:
-            StorageUnclearError: there was none in time, or the user has to choose.
+        Raises StorageUnclearError: there was none in time, or the user has to choose.
         """
         patience = self._patience if insist else 0.0
         stored = exchange_or_raise(
@@ -391,8 +382,7 @@ class Chooser:
     def _gives_way(self, memory: Version, stored: Stored) -> bool:
         """Whether memory is left aside for the user's choice in storage.
 
-        Raises:
-            StorageUnclearError: they are of two histories, and the user has not chosen.
+        Raises StorageUnclearError: they are of two histories, and the user has not chosen.
         """
         manifest, settings = stored.manifest, self._config.storage
         if manifest is None or settings is None:
@@ -436,8 +426,7 @@ class Chooser:
     def _stage_all(self, plan: RecoveryPlan, manifest: Manifest) -> RecoveryPlan | None:
         """The plan, once all shards are in memory; None: one is damaged in storage, or gone.
 
-        Raises:
-            StorageError: the storage cannot be read. That is no reason to go back to an older checkpoint, or to none.
+        Raises StorageError: the storage cannot be read. That is no reason to go back to an older checkpoint, or to none.
         """
         pause = _FIRST_PAUSE
         while True:
@@ -479,8 +468,7 @@ class Chooser:
 
         That is the shard of our own number, unless the checkpoint was made by another number of ranks.
 
-        Raises:
-            StorageError: the storage cannot be read.
+        Raises StorageError: the storage cannot be read.
         """
         assert self._config.storage is not None
         storage = self._config.storage.model_dump()

@@ -113,8 +113,7 @@ class WorkerSession:
 def rank_and_world() -> tuple[int, int]:
     """(rank, world size) of the default process group.
 
-    Raises:
-        ConfigError: this looks like one of several ranks, and there is no process group yet.
+    Raises ConfigError: this looks like one of several ranks, and there is no process group yet.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
@@ -165,8 +164,7 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
 def _check_versions(everyone: Sequence[tuple[str | int, ...]]) -> None:
     """Refuses ranks of another gemini-ft, before anything is said that only the same one understands.
 
-    Raises:
-        ConfigError: there are some.
+    Raises ConfigError: there are some.
     """
     spoken = {said[2:]: rank for rank, said in reversed(list(enumerate(everyone)))}
     if len(spoken) > 1:
@@ -189,8 +187,7 @@ def _no_collections() -> Iterator[None]:
 def _check_for_agents(config: GeminiConfig, run: str) -> None:
     """Refuses a folder for slots, processors, or an address of metrics that this host's agent cannot use, or does not hear of.
 
-    Raises:
-        ConfigError: it is one.
+    Raises ConfigError: it is one.
     """
     theirs = load_config()
     for name, variable, given, heard in (
@@ -429,8 +426,7 @@ def _announce(session: WorkerSession, configured_secret: bool) -> None:
 def _announce_resumption(session: WorkerSession, launches: Collection[str]) -> None:
     """Says, on rank 0, that what is resumed is not of this launch: the user may have meant another job.
 
-    Args:
-        launches: those that the hosts have served last, where that is known.
+    ``launches``: those that the hosts have served last, where that is known.
     """
     plan, now, before = session.plan, session.hello.launch, session.client.welcome.launch
     assert now is not None

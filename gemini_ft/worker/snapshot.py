@@ -53,41 +53,28 @@ class PendingSnapshot:
     """A snapshot on its way into its slot.
 
     Attributes:
-        iteration: what it is a snapshot of.
-        extras: the encoded small state.
-        digest: gives the digest of the replicated state, where one is due.
-        marks: of the sources when the snapshot was taken; see `CopyPlan.marks`.
         ready: the device's event that the state is final from here on; None: nothing is copied beside the training's own queue.
         begun, copied: the device's events around all copies, once they are queued.
-        reached: the device's event that the next update was due; None: not yet asked for.
-        written: names of what was written since, at the latest when the update was let through; None: not asked yet.
-        is_awaited: a caller waits for it, and no update is held back by that.
-        is_seen: by the snapshot thread, which tells the agent of it.
-        cancelled: why there will be no snapshot.
-        checksums: of the chunks in the slot that this process has formed.
-        is_checked: it is compared with the live state before the next update, and declared copied only then.
-        finished: it is declared, or given up.
-        held: of the steps before it, see `Request`.
     """
 
-    iteration: int
-    extras: bytes
-    digest: Callable[[], str] | None
-    marks: Marks
+    iteration: int  # what it is a snapshot of
+    extras: bytes  # the encoded small state
+    digest: Callable[[], str] | None  # gives the digest of the replicated state, where one is due
+    marks: Marks  # of the sources when the snapshot was taken; see `CopyPlan.marks`
     ready: accelerator.Event | None
     begun: accelerator.Event | None = None
     copied: accelerator.Event | None = None
-    reached: accelerator.Event | None = None
-    written: list[str] | None = None
+    reached: accelerator.Event | None = None  # the device's event that the next update was due; None: not yet asked for
+    written: list[str] | None = None  # names of what was written since, at the latest when the update was let through; None: not asked yet
     state: SnapshotState = SnapshotState.WAITING
-    is_awaited: bool = False
-    is_seen: bool = False
+    is_awaited: bool = False  # a caller waits for it, and no update is held back by that
+    is_seen: bool = False  # by the snapshot thread, which tells the agent of it
     slot: int | None = None
-    cancelled: str = ""
-    checksums: list[int] = field(default_factory=list)
-    is_checked: bool = False
-    finished: bool = False
-    held: list[tuple[float, float]] = field(default_factory=list)
+    cancelled: str = ""  # why there will be no snapshot
+    checksums: list[int] = field(default_factory=list)  # of the chunks in the slot that this process has formed
+    is_checked: bool = False  # it is compared with the live state before the next update, and declared copied only then
+    finished: bool = False  # it is declared, or given up
+    held: list[tuple[float, float]] = field(default_factory=list)  # of the steps before it, see `Request`
 
 
 class Snapshotter:
@@ -97,31 +84,23 @@ class Snapshotter:
     the update between the two and the next copies stand behind them.
 
     Args:
-        root: forms the root of a copy that is whole.
-        client: the connection to the present agent.
-        recover: called on the thread when the agent is gone; brings a new one up, or raises GeminiError.
-        on_discard: called with iteration and reason when a snapshot is given up.
-        raises: a difference from the live state is an error at once; else it is noted in ``differing``.
         on_compare: called before a copy that is compared is declared: the last commit cannot be overwritten before.
-        waits: whether an update waits for a snapshot that is late; else the snapshot is given up.
-        grant_timeout: seconds an update waits for a slot.
-        diligence: by which the agent is judged: its requests and answers are noted there.
     """
 
     def __init__(
         self,
         owner: int,
         *,
-        root: Callable[[PendingSnapshot], str],
-        client: Callable[[], AgentClient],
-        recover: Callable[[], None],
-        on_discard: Callable[[int, str], None],
-        raises: bool,
+        root: Callable[[PendingSnapshot], str],  # forms the root of a copy that is whole
+        client: Callable[[], AgentClient],  # the connection to the present agent
+        recover: Callable[[], None],  # called on the thread when the agent is gone; brings a new one up, or raises GeminiError
+        on_discard: Callable[[int, str], None],  # called with iteration and reason when a snapshot is given up
+        raises: bool,  # a difference from the live state is an error at once; else it is noted in ``differing``
         on_compare: Callable[[], None] = lambda: None,
-        waits: bool,
+        waits: bool,  # whether an update waits for a snapshot that is late; else the snapshot is given up
         timeout: float,
-        diligence: Diligence,
-        grant_timeout: float | None = None,
+        diligence: Diligence,  # by which the agent is judged: its requests and answers are noted there
+        grant_timeout: float | None = None,  # seconds an update waits for a slot
     ) -> None:
         self._client, self._diligence = client, diligence
         self._grant_timeout = timeout if grant_timeout is None else min(timeout, grant_timeout)
@@ -176,8 +155,7 @@ class Snapshotter:
     def before_update(self) -> None:
         """Waits for the copy, as the training thread is about to write; gives it up when it could not begin.
 
-        Raises:
-            ConcurrentWriteError: there is a difference, and it ``raises``.
+        Raises ConcurrentWriteError: there is a difference, and it ``raises``.
         """
         job = self._job
         if job is None:
@@ -244,8 +222,7 @@ class Snapshotter:
     def _wait(self, job: PendingSnapshot, enough: tuple[SnapshotState, ...]) -> None:
         """Waits for the thread; a snapshot that has no slot after all this time is given up, and the job goes on.
 
-        Raises:
-            AgentError: the copy has begun, and does not end.
+        Raises AgentError: the copy has begun, and does not end.
         """
         if not self._comes_to(job, (SnapshotState.COPYING, SnapshotState.ISSUED, SnapshotState.DONE), self._grant_timeout):
             self._impatient = True

@@ -40,11 +40,9 @@ _SALT_BYTES = 16
 def fill(session: WorkerSession, state: TrainingState, extras: Mapping[int, Any]) -> tuple[dict[str, int], Any]:
     """Reads everything this rank needs into the tensors of ``state``. `TrainingState.apply_extras` is due when all ranks have done so.
 
-    Args:
-        extras: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
+    ``extras``: rank of the job that made the snapshot -> what it gave as extras; at least those this rank needs.
 
-    Returns:
-        Bytes read from each place (`StateRestore.restored`), and what to give to ``apply_extras``.
+    Returns bytes read from each place (`StateRestore.restored`), and what to give to ``apply_extras``.
 
     Raises:
         LayoutMismatchError: the snapshot is of another model; the first differences are named.
@@ -146,8 +144,7 @@ class _Spread:
     def carry_out(self, limit: float) -> None:
         """Sends this rank's shard round and takes those of the others.
 
-        Raises:
-            PeerError: a rank was lost, or did not go on within ``limit`` seconds.
+        Raises PeerError: a rank was lost, or did not go on within ``limit`` seconds.
         """
         if self._rank in self._shards and self._rings:
             blocks = [memoryview(bytearray(self._block)) for _ in range(2)]
@@ -172,8 +169,7 @@ class _Spread:
     def complete(self) -> None:
         """Reads by itself what was not spread, or came damaged; says what had gone wrong, if anything had.
 
-        Raises:
-            RecoveryError: this rank could not read its own shard.
+        Raises RecoveryError: this rank could not read its own shard.
         """
         outflow, done = self._outflow, set()
         if self._failure is not None:
@@ -274,8 +270,7 @@ class _Ring:
     def receive(self, limit: float) -> list[_Part]:
         """Waits for the round to end; returns the parts by rank.
 
-        Raises:
-            PeerError: a rank was lost, or took longer than ``limit`` seconds.
+        Raises PeerError: a rank was lost, or took longer than ``limit`` seconds.
         """
         try:
             self._work.wait(timedelta(seconds=limit))

@@ -31,8 +31,7 @@ _CHECK_SECONDS = 20.0  # for one small object to be written, read and deleted
 def storage_opener(config: GeminiConfig) -> Callable[[], Storage] | None:
     """Opens the storage that was configured; nothing is touched before it is used.
 
-    Raises:
-        ConfigError: there is none that this version can open.
+    Raises ConfigError: there is none that this version can open.
     """
     settings = config.storage
     if settings is None:
@@ -118,9 +117,7 @@ def _check_shared(
 ) -> None:
     """Makes every host read what a writer, the one before it, has written: a folder of the same name may differ between hosts.
 
-    Raises:
-        ConfigError: it is; both hosts are named.
-        StorageError: a host that has written nothing cannot read either.
+    Raises ConfigError: it is; both hosts are named. StorageError: a host that has written nothing cannot read either.
     """
     if len(speakers) == 1:
         return

@@ -20,8 +20,7 @@ def await_store(environ: Mapping[str, str], seconds: float = _MOST_SECONDS) -> N
     Nothing is sent. A connection on trial would be no help to ranks of other hosts: the store looks up the name of everyone who calls,
     which may take it seconds where names cannot be resolved.
 
-    Args:
-        seconds: after which it is left to torch, at most 10.
+    ``seconds``: after which it is left to torch, at most 10.
     """
     try:
         rank, host, port = int(environ["RANK"]), int(environ["GROUP_RANK"]), int(environ["MASTER_PORT"])

@@ -21,10 +21,10 @@ from gemini_ft.agent.session import MOST_OF_A_HOST, Incoming
 from gemini_ft.core.protocol import Host
 from gemini_ft.recovery.readers import PeerShard
 from gemini_ft.wire import frames
-from gemini_ft.wire.fair_share import FairShare
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.handshake import STRANGERS
 from gemini_ft.wire.messages import MAX_MESSAGE, pack
+from gemini_ft.wire.network import FairShare
 from gemini_ft.wire.peer_messages import READER_LANES, Claims, Describe, Fetch
 
 SECRET = b"s" * 16  # of the kit's ranks

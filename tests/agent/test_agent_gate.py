@@ -16,8 +16,7 @@ from agent_kit import WAIT, open_fds
 from gemini_ft.agent.replication import gate as module
 from gemini_ft.agent.replication.gate import Gate, Pass
 from gemini_ft.config import TrafficConfig
-from gemini_ft.core.schedule import LinkCost
-from gemini_ft.core.traffic import Moment, Profile
+from gemini_ft.core.traffic import LinkCost, Moment, Profile
 from gemini_ft.wire.control_page import ControlPage
 
 LINK = LinkCost(alpha=0.0, bandwidth=1e6)  # 4 ms of it are 4,000 bytes: less than the least slice

@@ -25,8 +25,7 @@ from gemini_ft.core.effects import Completed, Copies, Gathered, GatheredSkips, S
 from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.stragglers import WorkTime
-from gemini_ft.core.succession import Succession, candidates
-from gemini_ft.core.tree import collectors, ways_up
+from gemini_ft.core.tree import Succession, candidates, collectors, ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import AgentError, PeerError, StorageError
 from gemini_ft.wire import handshake

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.core.schedule import OVERFLOW, LinkCost, Schedule, ScheduledChunk, Transfer, arrival, schedule, steps_per_snapshot
+from gemini_ft.core.traffic import OVERFLOW, LinkCost, Schedule, ScheduledChunk, Transfer, arrival, schedule, steps_per_snapshot
 
 seconds = st.floats(0, 5, allow_nan=False)
 transfers = st.builds(

@@ -10,8 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemini_ft.core.schedule import LinkCost, Transfer, schedule
-from gemini_ft.core.traffic import Collective, Moment, ObservedStep, Pace, Profile, Profiler, common, room, summary
+from gemini_ft.core.traffic import (
+    Collective,
+    LinkCost,
+    Moment,
+    ObservedStep,
+    Pace,
+    Profile,
+    Profiler,
+    Transfer,
+    common,
+    room,
+    schedule,
+    summary,
+)
 
 WINDOW = 5
 LINK = LinkCost(alpha=0.01, bandwidth=1000.0)  # 10 ms, 1000 bytes/s

@@ -22,8 +22,8 @@ from gemini_ft.compression.chunked import ChunkedTopK
 from gemini_ft.compression.collective import reduce
 from gemini_ft.compression.dgc import MomentumCorrection, SampledThreshold
 from gemini_ft.compression.feedback import TwoPhase
+from gemini_ft.compression.kernels import row_norms
 from gemini_ft.compression.methods import COMPRESSORS, create
-from gemini_ft.compression.norms import row_norms
 from gemini_ft.compression.quantise import QSGD, GlobalInt8, Sketch, TernGrad
 from gemini_ft.compression.sidco import SIDCo, Stages, gamma_quantile
 from gemini_ft.compression.sparse import RandomK, Threshold, TopK, entries, largest

@@ -12,9 +12,8 @@ from agent_kit import preload
 from test_sync_schemes import on_ranks
 
 from gemini_ft.sync import costs
-from gemini_ft.sync.auto import candidates
+from gemini_ft.sync.auto import candidates, describe, overlap
 from gemini_ft.sync.costs import FORMULAS, Link, Traffic
-from gemini_ft.sync.profiling import describe, overlap
 from gemini_ft.sync.schemes import SCHEMES, SWITCH_SCHEMES, dimensions_table
 
 preload("sync_case")

@@ -11,8 +11,7 @@ from gemini_ft.agent.commit.leader import Leader
 from gemini_ft.core.decisions import Cadence, Commit, Thaw
 from gemini_ft.core.effects import Completed
 from gemini_ft.core.ledger import Ledger
-from gemini_ft.core.succession import Succession, candidates
-from gemini_ft.core.tree import ways_up
+from gemini_ft.core.tree import Succession, candidates, ways_up
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.handshake import Listener, dial, listen

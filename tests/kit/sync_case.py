@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from gemini_ft import truncation
-from gemini_ft.sync import backends, profiling, wire
+from gemini_ft.sync import auto, backends, wire
 from gemini_ft.sync.auto import Auto, candidates
 from gemini_ft.sync.base import Scheme, line_of
 from gemini_ft.sync.costs import Link
@@ -564,7 +564,7 @@ def profile() -> Any:
     group = join()
     exchange = backends.open_exchange(group, torch.device("cpu"), "a test")
     gradient = to_rows(rows((800, 4), draw(60, 800, group.rank(), 3.0), torch.float32, 0))
-    return profiling.traffic(gradient, exchange), profiling.link(exchange)
+    return auto.traffic(gradient, exchange), auto.link(exchange)
 
 
 # -- DDP

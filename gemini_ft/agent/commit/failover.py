@@ -1,6 +1,6 @@
 """This host's place in the commit, which changes while the session goes on: it leads, or it reports to the host that does.
 
-`gemini_ft.core.succession` says who leads. A host that leads makes itself known to those that have not come; one that hears of a newer
+`gemini_ft.core.tree` says who leads. A host that leads makes itself known to those that have not come; one that hears of a newer
 epoch than its own steps down.
 """
 
@@ -16,8 +16,7 @@ from gemini_ft.agent.commit.leader import Leader, MemberPort
 from gemini_ft.agent.commit.member import MemberLink
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.gathering import Bundles, Gathering
-from gemini_ft.core.succession import Succession
-from gemini_ft.core.tree import collectors
+from gemini_ft.core.tree import Succession, collectors
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.messages import kind_of
 from gemini_ft.wire.peer_messages import AllFinished, DrainHost, Heartbeat, PeerMessage, ReportFinished, WayUp
@@ -99,9 +98,7 @@ class Failover:
     def join(self, connection: Connection, host: str, epoch: int, promised: int) -> MemberPort | CollectorPort | Refusal:
         """Takes in a host that reports to this one, or asks it to lead; or hears of a leader that makes itself known.
 
-        Args:
-            epoch: the one that this host is asked to lead.
-            promised: the newest one of which that host knows.
+        ``epoch``: the one that this host is asked to lead. ``promised``: the newest one of which that host knows.
         """
         self.hear(promised)
         if self.leader is None and self.succession.is_asked(epoch, time.monotonic()):

@@ -72,7 +72,7 @@ class Leader:
         party: carries decisions out on this host.
         patience: seconds for which the last upload is tried again.
         ways: of each other host, those by way of which it may report (`gemini_ft.core.tree.ways_up`).
-        epoch: the one that it leads (`gemini_ft.core.succession`).
+        epoch: the one that it leads (`gemini_ft.core.tree`).
         may_be_committed: whether another host is believed when it says that a version was committed.
     """
 

@@ -2,7 +2,7 @@
 
 A connection that broke is dialled again, at the next of those that will take the reports if need be (`gemini_ft.core.tree.ways_up`), and
 everything undecided is reported once more. Where the leader is lost, those that come after it are asked, in the order of
-`gemini_ft.core.succession`.
+`gemini_ft.core.tree`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gemini_ft.agent.commit.collector import GATHER, HEARTBEAT, SILENCE, Collect
 from gemini_ft.core.decisions import Holders
 from gemini_ft.core.effects import Completed
 from gemini_ft.core.gathering import Bundles
-from gemini_ft.core.succession import Succession
+from gemini_ft.core.tree import Succession
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import TIMEOUT
 from gemini_ft.wire.messages import pack

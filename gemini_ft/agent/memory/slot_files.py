@@ -32,8 +32,7 @@ class SlotFiles:
 
     ``root``: the folder that the user has named, on a tmpfs.
 
-    Raises:
-        ConfigError: the folder is no memory, or not this user's alone, or another user could put an old one in its place.
+    Raises ConfigError: the folder is no memory, or not this user's alone, or another user could put an old one in its place.
     """
 
     def __init__(self, root: Path, run: str, host: str) -> None:
@@ -71,9 +70,7 @@ class SlotFiles:
     def identity(self) -> int:
         """The descriptor of the file with an agent's own knowledge, which is new where no agent has been before; it has room for that.
 
-        Raises:
-            ConfigError: others could have prepared it.
-            OSError: the folder is full.
+        Raises ConfigError: others could have prepared it. OSError: the folder is full.
         """
         path = f"{self.folder}{IDENTITY}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

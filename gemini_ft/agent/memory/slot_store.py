@@ -196,9 +196,7 @@ class SlotStore:
             reuse: asked when those are made for which others have asked before; see `ensure`.
             wanted: asked when the memory is there; if not, it is given back.
 
-        Raises:
-            MemoryBudgetError: as `ensure` does.
-            SupersededError: nobody wants it any more.
+        Raises MemoryBudgetError: as `ensure` does. SupersededError: nobody wants it any more.
         """
         async with self._making:
             return await self._ensure_beside(owner, shape, count, reuse(), wanted)

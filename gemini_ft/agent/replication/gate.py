@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from gemini_ft.agent.replication.carriers import Carrier
 from gemini_ft.config import TrafficConfig
 from gemini_ft.core.autopsy import GroupTrail
-from gemini_ft.core.schedule import LinkCost
-from gemini_ft.core.traffic import Profile, room
+from gemini_ft.core.traffic import LinkCost, Profile, room
 from gemini_ft.wire.control_page import ControlPage
 
 LEAST = 16 * 2**10  # bytes that must be free before anything may go, if there are as many

@@ -1,7 +1,7 @@
 """The traffic of one host: shards on their way, the cost of sending, and the number of steps that a snapshot needs.
 
 The workers say what their steps look like, the kernel how fast the links are, the last snapshot how much there is to send.
-From these follows how many steps of idle network carry one snapshot (`gemini_ft.core.schedule`); the leader takes the most that any
+From these follows how many steps of idle network carry one snapshot (`gemini_ft.core.traffic`); the leader takes the most that any
 host needs, and tells all (`gemini_ft.core.traffic.Pace`).
 """
 
@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory
 from gemini_ft.agent.replication.gate import Gate, Pass
-from gemini_ft.core.schedule import LinkCost, Transfer, arrival, schedule, steps_per_snapshot
-from gemini_ft.core.traffic import Profile, common
+from gemini_ft.core.traffic import LinkCost, Profile, Transfer, arrival, common, schedule, steps_per_snapshot
 from gemini_ft.core.versions import Version
 from gemini_ft.wire.lane_thread import Meter
 from gemini_ft.wire.messages import Notice

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from gemini_ft.agent.context import StreamContext
-from gemini_ft.agent.log_limit import RateLimitedLog
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
 from gemini_ft.agent.replication.carriers import ByAgents, ByWorkers, Carrier
 from gemini_ft.agent.replication.gate import Gate
 from gemini_ft.agent.replication.pacing import Outgoing, Pacing, end_of
+from gemini_ft.agent.tasks import RateLimitedLog
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial

@@ -29,8 +29,7 @@ from gemini_ft.core.gathering import Bundles, Gathering
 from gemini_ft.core.ledger import Ledger
 from gemini_ft.core.protocol import Host
 from gemini_ft.core.slots import Slot, SlotState
-from gemini_ft.core.succession import Succession, candidates
-from gemini_ft.core.tree import Ways, collectors
+from gemini_ft.core.tree import Succession, Ways, candidates, collectors
 from gemini_ft.core.versions import Version
 from miniature.transfer import Fetch, Link, Outgoing
 from miniature.truth import check

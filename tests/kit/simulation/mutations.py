@@ -155,7 +155,7 @@ MUTATIONS = (
         "the event loop waits for a deletion",
     ),
     Mutation(
-        "core.rounds:FoldedRound.complete",
+        "core.rounds:Round.complete",
         "self.own_since is not None and not self._awaited and next(self.missing(), None) is None",
         "self.own_since is not None",
         "what is committed may have no replicas",
@@ -166,9 +166,7 @@ MUTATIONS = (
         "if not self._records:",
         "a manifest is written before all shards are",
     ),
-    Mutation(
-        "core.succession:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again"
-    ),
+    Mutation("core.tree:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again"),
     Mutation(
         "agent.commit.failover:Failover.hear", "if self.leader is not None:", "if False:", "a leader goes on that has heard of the next one"
     ),
