@@ -112,6 +112,7 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "losses": (iter, "adds to losses, which no snapshot has"),
     "memory": (iter, "changes memory while it trains"),
     "global": (iter, "changes COUNT while it trains"),
+    "hook": (iter, "changes damp.calls while it trains"),
     "rates": (iter, "changes rates while it trains"),
     "class": (iter, "changes Stopper.made while it trains"),
     "another loader": (iter, "draws from the generator others.generator, which is in no snapshot"),
@@ -157,6 +158,16 @@ class Stopper:
         return self.bad > 20
 
 
+def count_gradients(model: nn.Linear) -> None:
+    calls = [0]
+
+    def damp(grad: torch.Tensor) -> torch.Tensor:
+        calls[0] += 7
+        return grad / calls[0]
+
+    model.weight.register_hook(damp)
+
+
 def loop_in_every_way() -> dict[str, list[str]]:
     """What each loop is told, where nothing fails."""
     global COUNT
@@ -166,6 +177,8 @@ def loop_in_every_way() -> dict[str, list[str]]:
     for name, (batches, _) in HABITS.items():
         listener.flush()
         model = nn.Linear(3, 1)
+        if name == "hook":
+            count_gradients(model)
         copied, teachers, stopper = copy.deepcopy(model), [copy.deepcopy(model)], Stopper()
         rates = iter([0.1 / (1 + step) for step in range(40)])
         baseline, hidden, memory, losses = 0.0, torch.zeros(2), np.zeros((9999, 9)), list[float]()
