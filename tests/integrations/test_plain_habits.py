@@ -242,6 +242,42 @@ def test_what_a_resume_would_change_is_named_before_anything_fails(tmp_path: Pat
         assert all(warning in text for text in found[name][:1]), (name, found[name])
 
 
+def train_again(model: nn.Module, name: str = "main") -> int:
+    """Trains for two steps behind what there is to resume; returns the steps that were made before."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gemini_ft.Checkpointer(model, optimizer, name=name, on_late="wait") as checkpointer:
+        before = checkpointer.resume()
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+    return before
+
+
+def several_trainings() -> list[Any]:
+    """One after the other: the same model twice, another with a name of its own, another without."""
+    listener = BufferingHandler(1000)
+    logging.getLogger("gemini_ft").addHandler(listener)
+    model = nn.Linear(3, 1)
+    found: list[Any] = [train_again(model), train_again(model), train_again(nn.Linear(3, 1), "fold-1")]
+    try:
+        train_again(nn.Linear(3, 1))
+    except ConfigError as error:
+        found.append(str(error))
+    return [*found, [text for record in listener.buffer if "in this process" in (text := record.getMessage())]]
+
+
+def test_a_further_training_of_a_script_does_not_go_on_with_the_one_that_has_finished_before_it(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (found,) = ranks.outcome(several_trainings)
+    first, second, third, error, said = found
+    assert (first, second, third) == (0, 2, 0)
+    assert "Checkpointer with name='main' has finished in this process" in error
+    assert "in other models; give each training" in error
+    assert len(said) == 1
+    assert "if it is another training" in said[0]
+
+
 def step_without_the_other() -> None:
     gemini_ft.init_process_group("gloo")
     model = DistributedDataParallel(nn.Linear(2, 1))
