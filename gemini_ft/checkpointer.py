@@ -18,6 +18,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,6 +60,7 @@ from gemini_ft.state.worlds import Resize, carried_accumulation, check_scheduler
 from gemini_ft.state.writes import name_loads
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
+from gemini_ft.worker import attempt
 from gemini_ft.worker.attempt import close_with, keep_groups, watch
 from gemini_ft.worker.outcomes import Stats
 from gemini_ft.worker.recorder import Recorder
@@ -370,6 +372,7 @@ class Checkpointer:
             self._find_gradients()
             self._was_bound_at_open = bool(self._models)
             return None
+        self._refuse_finished()
         iterators.resumption = Resumption()
         self._iteration = self.stats.committed = plan.version.iteration
         with self._script_to_blame():
@@ -668,6 +671,8 @@ class Checkpointer:
             self._replay.disarm()
         atexit.unregister(self._end_with_process)
         if self._recorder is not None:
+            if finished:
+                attempt.finished[self.run, self.name] = [*map(weakref.ref, self._models.values())]
             self._recorder.close(finished, interrupted)
             self._recorder = None
 
@@ -678,6 +683,21 @@ class Checkpointer:
         self.close(finished=kind is None, interrupted=kind is not None and issubclass(kind, KeyboardInterrupt))
 
     # -- inside
+
+    def _refuse_finished(self) -> None:
+        """Refuses to go on with a training of other models that has finished in this process, and warns where the models are the same.
+
+        Raises:
+            ConfigError: see above.
+        """
+        before = attempt.finished.get((self.run, self.name))
+        if before is None:
+            return
+        text = f"a Checkpointer with name={self.name!r} has finished in this process, and its last state would be resumed here"
+        way = "give each training of a script a name of its own, for example Checkpointer(..., name='fold-1')"
+        if any(not any(model is there() for there in before) for model in self._models.values()):
+            raise ConfigError(f"{text}, in other models; {way}")
+        _log.warning("%s, with its scalars and positions: if it is another training, %s", text, way)
 
     def _check_init_sync(self) -> None:
         if not self._wrapped:

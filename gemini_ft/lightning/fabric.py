@@ -110,6 +110,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
     _gemini_trained_on: tuple[weakref.ref[Bookmark], ...] = ()
     _gemini_mode: object = None  # of the last step
     _gemini_has_warned: bool = False
+    _gemini_loaders: tuple[weakref.ref[Bookmark], ...] = ()  # in the order in which they were set up, until the run is joined
     _gemini_watch: LoopWatch | None = None
 
     @property
@@ -160,7 +161,10 @@ class GeminiFabricMixin(Gemini, _Strategy):
         return wrapped
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        return make_resumable(super().process_dataloader(dataloader), self._gemini_data_resume, before_next=self._gemini_before_batch)
+        loader = make_resumable(super().process_dataloader(dataloader), self._gemini_data_resume, before_next=self._gemini_before_batch)
+        if self._gemini_checkpointer is None:
+            self._gemini_loaders = (*self._gemini_loaders, weakref.ref(loader._gemini))
+        return loader
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         closure = kwargs.get("closure")
@@ -274,7 +278,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
         else:
             saved = {name: item.state_dict() if is_stateful(item) else item for name, item in others.items()}
             ddp = {name: ddp_state(item) for name, item in state.items() if isinstance(item, DistributedDataParallel)}
-            checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "rng": rng_state()})
+            iterations = [mark.place[0] if mark is not None else 0 for mark in self._gemini_marks()]
+            checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "iterations": iterations, "rng": rng_state()})
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
         if not _is_ours(path):
@@ -310,6 +315,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 others[name].load_state_dict(saved.pop(name))
             else:
                 state[name] = saved.pop(name)
+        for mark, begun in zip(self._gemini_marks(), found.extras.get("iterations", ()), strict=False):  # older snapshots have none
+            if mark is not None and not any(bookmark_of(item) is mark for item in state.values()):
+                mark.has_begun(begun)
         for name, wrapper in found.extras["ddp"].items():
             restore_buckets(state[name], wrapper)
             restore_sync(state[name], wrapper)
@@ -317,6 +325,10 @@ class GeminiFabricMixin(Gemini, _Strategy):
         take_rng_state(found.extras["rng"], found.new_rank)
         self.checkpointer.note_resume({name: item for name, item in others.items() if is_stateful(item)})
         return saved
+
+    def _gemini_marks(self) -> list[Bookmark | None]:
+        """The bookmarks of the loaders that were set up before the run was joined; None: the loader is gone."""
+        return [there() for there in self._gemini_loaders]
 
     def _bind(self, checkpointer: Checkpointer, state: Mapping[str, Any]) -> dict[str, Any]:
         """Gives the Checkpointer the models and optimizers in ``state``; returns the rest, each generator with methods for its state."""

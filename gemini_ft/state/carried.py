@@ -9,6 +9,7 @@ import inspect
 import itertools
 import operator
 import time
+import weakref
 from array import array
 from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,8 +28,8 @@ from torch.optim.swa_utils import AveragedModel
 from gemini_ft.state.fields import NO_FIELDS, fields_of, is_a, parts_of
 from gemini_ft.state.left_out import SHARED, within
 from gemini_ft.state.loop_turns import LoopTurn, begun_by, turns_at
-from gemini_ft.state.remembered import MODULE_INTERNALS
-from gemini_ft.state.script import is_library_file, is_of_library, script_frames, variables_of
+from gemini_ft.state.remembered import MODULE_INTERNALS, hooks_of
+from gemini_ft.state.script import is_library_file, is_of_library, is_of_script, script_frames, variables_of
 from gemini_ft.state.tensors import local
 from gemini_ft.state.values import Opaque, is_same, snapshot
 
@@ -78,6 +79,7 @@ class Carried:
     def __init__(self, models: Collection[nn.Module], given: Iterable[Any]) -> None:
         self._known = within(given)
         self._memory = {_memory(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())}
+        self._models = [weakref.ref(model) for model in models]
         self._seen: dict[str, _Seen] = {}
         self._odd: set[str] = set()
         self._steps = 0
@@ -96,7 +98,7 @@ class Carried:
         variables = _Variables()
         found: dict[str, _Leaf] = {}
         odd: dict[str, Exception] = {}
-        for name, value in variables.found.items():
+        for name, value in (self._hooks() | variables.found).items():
             if name not in self._odd:
                 try:
                     found |= self._changes(name, value, variables)
@@ -121,6 +123,12 @@ class Carried:
             if path.partition(".")[0] in variables.iterated and ("." in path or not is_a(found[path].value, Number))
         }
         return LoopChanges(carried=sorted(names - added - data), added=sorted(added), data=sorted(data), odd=odd)
+
+    def _hooks(self) -> dict[str, FunctionType]:
+        """The functions that the script has registered as hooks of its models and of their parameters, by name."""
+        models = [model for there in self._models if (model := there()) is not None]
+        hooks = [hook for model in models for module in model.modules() for hook in hooks_of(module).values()]
+        return {hook.__name__: hook for hook in hooks if is_a(hook, FunctionType) and is_of_script(hook)}
 
     def _changes(self, name: str, value: Any, variables: _Variables) -> dict[str, _Leaf]:
         """Returns path -> value of all that has changed in a variable since it was first seen, or since an outer loop has set it."""

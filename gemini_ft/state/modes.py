@@ -22,8 +22,9 @@ from torch import nn
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.state.fields import of_class
 from gemini_ft.state.methods import set_by
-from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes
+from gemini_ft.state.remembered import MODULE_INTERNALS, Attributes, hooks_of
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
+from gemini_ft.state.script import is_of_script
 from gemini_ft.state.values import is_same
 from gemini_ft.state.worlds import Resize
 
@@ -178,7 +179,7 @@ class Modes:
         yield from ((_MASKED.found(path, masked[path].nbytes) if path in masked else _LARGE.found(path)) for path in lost)
         yield from (_GENERATOR.found(path) for path in self._generators)
         for name, module in modules.items():
-            if hooks := [getattr(hook, "__qualname__", type(hook).__name__) for kind in HOOKS for hook in getattr(module, kind).values()]:
+            if hooks := [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks_of(module).values()]:
                 yield _HOOK.found(name, note=", ".join(hooks))
 
     def _name(self, paths: list[str], level: int, text: str) -> None:
@@ -201,13 +202,18 @@ class Modes:
 
 
 def own_values(modules: Modules) -> dict[str, Any]:
-    """The attributes that scripts give to modules, by the module's name and the attribute's."""
+    """The attributes and hooks that scripts give to modules, by the module's name and the attribute's."""
     return {
         f"{name}.{key}": value
         for name, module in modules.items()
-        for key, value in vars(module).items()
+        for key, value in (*vars(module).items(), *_own_hooks(module).items())
         if key not in MODULE_INTERNALS and not isinstance(value, nn.Module)
     }
+
+
+def _own_hooks(module: nn.Module) -> dict[str, Any]:
+    """The hooks of the script's own code; those of this package lead to much that is not the script's."""
+    return {name: hook for name, hook in hooks_of(module).items() if is_of_script(hook)}
 
 
 def _trained(modules: Modules) -> dict[str, dict[str, bool]]:

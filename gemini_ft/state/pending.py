@@ -9,7 +9,8 @@ kept, after a resume too. A parameter of no optimizer keeps its gradient too, si
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,6 +39,17 @@ def is_as_marked(grad: torch.Tensor, mark: Mark | None) -> bool:
     return mark is not None and mark[0]() is grad and mark[1] == version_of(grad)
 
 
+def _complete(optimizer: Optimizer) -> None:
+    """Gives an optimizer that has not called torch's ``__init__``, as some that wrap others, whatever that would have made.
+
+    Torch has the steps of all objects of its class call hooks then, also of those that have none.
+    """
+    for name in ("defaults", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if not hasattr(type(optimizer), name):
+            setattr(type(optimizer), name, OrderedDict())
+    Optimizer.__setstate__(optimizer, {})
+
+
 class PendingGradients:
     """The gradients that have been written since the optimizers of their parameters stepped."""
 
@@ -46,8 +58,11 @@ class PendingGradients:
         self._added_to = set[int]()  # ids of the parameters whose gradients a loop adds to without zeroing them
         self._sentries: dict[int, Any] = {}  # id of an optimizer -> the hook for the first backward pass after its first step
 
-    def watch(self, optimizers: Iterable[Optimizer]) -> list[Any]:
+    def watch(self, optimizers: Collection[Optimizer]) -> list[Any]:
         """Looks at every step from now on; returns the handles of the hooks."""
+        for optimizer in optimizers:
+            if "_optimizer_step_post_hooks" not in vars(optimizer):
+                _complete(optimizer)
         return [optimizer.register_step_post_hook(self._stepped) for optimizer in optimizers]
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:

@@ -456,8 +456,16 @@ def _parts(item: Any) -> list[tuple[Any, Any]]:
     left = MODULE_INTERNALS if is_a(item, nn.Module) else OF_LOADERS if is_a(item, DataLoader) else ()
     parts = [(name, value) for name, value in parts_of(item) if name not in left]
     if is_a(item, nn.Module):  # its submodules are roots, if they are anything
-        parts += [(f"{kind}.{index}", hook) for kind in HOOKS for index, hook in enumerate(getattr(item, kind).values())]
+        parts += hooks_of(item).items()
     return parts
+
+
+def hooks_of(module: nn.Module) -> dict[str, Any]:
+    """The hooks of a module and of its parameters, by the attribute and number of each."""
+    tables = {kind: getattr(module, kind) for kind in HOOKS}
+    for name, param in module._parameters.items():
+        tables |= {f"{name}.{kind}": getattr(param, kind, None) for kind in _HOOKS_OF_TENSORS if param is not None}
+    return {f"{kind}.{index}": hook for kind, table in tables.items() if table for index, hook in enumerate(table.values())}
 
 
 def _tensors(module: nn.Module) -> tuple[Any, ...]:
@@ -486,4 +494,5 @@ def _is_harmless(value: Any, caches: bool) -> bool:
 
 # ZeRO 3 notes in the last one, in a forward pass, which parameters of other modules that has used.
 MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {"_external_params"}
+_HOOKS_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")

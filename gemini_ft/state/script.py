@@ -47,6 +47,13 @@ def is_of_library(module: str | None) -> bool:
     return _is_library(module.partition(".")[0]) or _is_library(module)
 
 
+def is_of_script(function: Any) -> bool:
+    """Whether a function, a method or an object that is called has been defined by the script's own code."""
+    while is_a(function, functools.partial):
+        function = function.func
+    return not is_of_library(getattr(function, "__module__", None))
+
+
 @functools.cache
 def _is_library(module: str) -> bool:
     """Whether a module, which may be a package, is Python's or is installed as libraries are."""

@@ -146,6 +146,8 @@ class OwnAttempt:
 present: OwnAttempt | None = None
 kept: list[Any] = []  # until the script has ended well, or the attempt is over: what follows a training may fail
 named: Counter[str] = Counter()  # kind -> streams of snapshots of this kind that this attempt, or what came before it, has named
+# (run, stream) of what has finished in this attempt -> references to the models that it trained
+finished: dict[tuple[str, str], list[weakref.ref[Any]]] = {}
 
 
 def next_name(kind: str) -> str:

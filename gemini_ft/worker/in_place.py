@@ -123,7 +123,7 @@ def run(train: Callable[[], T]) -> T:
                     del os.environ[name]
                 os.environ.update(variables)
                 take_rank(os.environ)
-                attempt.named = named.copy()
+                attempt.named, attempt.finished = named.copy(), {}
                 for put, value in settings:
                     with contextlib.suppress(Exception):
                         put(value)

@@ -319,6 +319,33 @@ def test_fabric_goes_on(fabric: Callable[[], tuple[Fabric, dict[str, Any]]]) -> 
     second.strategy.close()
 
 
+def test_a_validation_of_fabric_that_is_not_in_the_state_goes_on_with_the_orders_of_later_epochs(
+    fabric: Callable[[], tuple[Fabric, dict[str, Any]]],
+) -> None:
+    def start() -> tuple[Fabric, dict[str, Any], Any]:
+        made, state = fabric()
+        gone = made.setup_dataloaders(DataLoader(range(9), shuffle=True))  # type: ignore[arg-type]
+        validation = made.setup_dataloaders(DataLoader(range(9), shuffle=True))  # type: ignore[arg-type]
+        del gone
+        made.load("gemini://latest", state)
+        return made, state, validation
+
+    def order(loader: Any) -> list[int]:
+        return [int(batch) for batch in loader]
+
+    first, state, validation = start()
+    before = order(validation)
+    train(first, state, 1)
+    first.strategy.checkpointer.flush()
+    expected = order(validation)
+    first.strategy.checkpointer.close(finished=False)
+    second, state, validation = start()
+    assert state["step"] == 1
+    assert order(validation) == expected
+    assert expected != before
+    second.strategy.close()
+
+
 def test_fabric_says_what_it_cannot_do(fabric: Callable[[], tuple[Fabric, dict[str, Any]]], tmp_path: Path) -> None:
     instance, state = fabric()
     with pytest.raises(ConfigError, match="only the newest state"):

@@ -112,6 +112,7 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "losses": (iter, "adds to losses, which no snapshot has"),
     "memory": (iter, "changes memory while it trains"),
     "global": (iter, "changes COUNT while it trains"),
+    "hook": (iter, "changes damp.calls while it trains"),
     "rates": (iter, "changes rates while it trains"),
     "class": (iter, "changes Stopper.made while it trains"),
     "another loader": (iter, "draws from the generator others.generator, which is in no snapshot"),
@@ -157,6 +158,16 @@ class Stopper:
         return self.bad > 20
 
 
+def count_gradients(model: nn.Linear) -> None:
+    calls = [0]
+
+    def damp(grad: torch.Tensor) -> torch.Tensor:
+        calls[0] += 7
+        return grad / calls[0]
+
+    model.weight.register_hook(damp)
+
+
 def loop_in_every_way() -> dict[str, list[str]]:
     """What each loop is told, where nothing fails."""
     global COUNT
@@ -166,6 +177,8 @@ def loop_in_every_way() -> dict[str, list[str]]:
     for name, (batches, _) in HABITS.items():
         listener.flush()
         model = nn.Linear(3, 1)
+        if name == "hook":
+            count_gradients(model)
         copied, teachers, stopper = copy.deepcopy(model), [copy.deepcopy(model)], Stopper()
         rates = iter([0.1 / (1 + step) for step in range(40)])
         baseline, hidden, memory, losses = 0.0, torch.zeros(2), np.zeros((9999, 9)), list[float]()
@@ -227,6 +240,42 @@ def test_what_a_resume_would_change_is_named_before_anything_fails(tmp_path: Pat
     for name, (_, warning) in HABITS.items():
         assert len(found[name]) == bool(warning) or name == "cycle", (name, found[name])
         assert all(warning in text for text in found[name][:1]), (name, found[name])
+
+
+def train_again(model: nn.Module, name: str = "main") -> int:
+    """Trains for two steps behind what there is to resume; returns the steps that were made before."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gemini_ft.Checkpointer(model, optimizer, name=name, on_late="wait") as checkpointer:
+        before = checkpointer.resume()
+        for _ in range(2):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            checkpointer.step()
+    return before
+
+
+def several_trainings() -> list[Any]:
+    """One after the other: the same model twice, another with a name of its own, another without."""
+    listener = BufferingHandler(1000)
+    logging.getLogger("gemini_ft").addHandler(listener)
+    model = nn.Linear(3, 1)
+    found: list[Any] = [train_again(model), train_again(model), train_again(nn.Linear(3, 1), "fold-1")]
+    try:
+        train_again(nn.Linear(3, 1))
+    except ConfigError as error:
+        found.append(str(error))
+    return [*found, [text for record in listener.buffer if "in this process" in (text := record.getMessage())]]
+
+
+def test_a_further_training_of_a_script_does_not_go_on_with_the_one_that_has_finished_before_it(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (found,) = ranks.outcome(several_trainings)
+    first, second, third, error, said = found
+    assert (first, second, third) == (0, 2, 0)
+    assert "Checkpointer with name='main' has finished in this process" in error
+    assert "in other models; give each training" in error
+    assert len(said) == 1
+    assert "if it is another training" in said[0]
 
 
 def step_without_the_other() -> None:

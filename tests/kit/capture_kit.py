@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -104,3 +105,26 @@ class SAM(Optimizer):
             p.copy_(self.state[p]["old"])
         self.base_optimizer.step()
         return loss
+
+
+class Lookahead(Optimizer):
+    """Slow weights around another optimizer, written as long ago: it shares that one's groups, and does not call torch's ``__init__``."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer, self.param_groups = optimizer, optimizer.param_groups
+        self.state, self.steps = defaultdict(dict), 0
+        self.slow = [param.detach().clone() for group in self.param_groups for param in group["params"]]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.optimizer.step(closure)
+        self.steps += 1
+        for slow, fast in zip(self.slow, (param for group in self.param_groups for param in group["params"]), strict=True):
+            if self.steps % 2 == 0:
+                fast.data.copy_(slow.lerp_(fast.data, 0.5))
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": self.optimizer.state_dict(), "slow": self.slow, "steps": self.steps}

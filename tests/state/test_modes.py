@@ -61,6 +61,26 @@ class Remembering(nn.Module):
         return out
 
 
+class Damping:
+    """A hook of a gradient, with a generator and a count of its own."""
+
+    def __init__(self) -> None:
+        self.calls, self.generator = 0, random.Random(4)
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return grad * self.generator.random() / self.calls
+
+
+def hooked() -> nn.Module:
+    """A layer whose hooks, and those of its parameters, draw from generators that they hold or enclose."""
+    layer, forwards, backwards = nn.Linear(4, 4), random.Random(1), random.Random(2)
+    layer.register_forward_hook(lambda _, inputs, output: output * forwards.random())
+    layer.weight.register_hook(lambda grad: grad * backwards.random())
+    layer.bias.register_hook(Damping())
+    return layer
+
+
 def step(model: nn.Module, number: int) -> str:
     return str(model(torch.full((2, 4), float(number))).sum().item().hex())
 
@@ -78,6 +98,20 @@ def test_what_follows_is_the_same() -> None:
     give(taken, fresh)
     assert [step(model, number) for number in range(3, 6)] == [step(again, number) for number in range(3, 6)]
     assert (again.layer.training, again.layer.weight.requires_grad) == (False, False)
+
+
+def test_hooks_of_modules_and_of_parameters_go_on_with_their_generators_and_counts() -> None:
+    def gradients(layer: nn.Module) -> list[Any]:
+        layer.zero_grad()
+        layer(torch.ones(2, 4)).sum().backward()
+        return [param.grad.tolist() for param in layer.parameters() if param.grad is not None]
+
+    layer, again = hooked(), hooked()
+    again.load_state_dict(layer.state_dict())
+    state, fresh = PlainState.of(layer, [], None), PlainState.of(again, [], None)
+    gradients(layer)
+    give(take(state), fresh)
+    assert gradients(layer) == gradients(again)
 
 
 @pytest.mark.parametrize("before", [None, {"outer": None}], ids=["at the top", "inside"])

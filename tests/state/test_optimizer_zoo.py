@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from capture_kit import SAM, give, take
+from capture_kit import SAM, Lookahead, give, take
 from eight_bits import Blockwise, Wrapped
 from torch import nn
 from torch.optim import Optimizer
@@ -90,6 +90,7 @@ OURS: dict[str, Make] = {
     "SAM over SGD": lambda params: SAM(params, torch.optim.SGD, lr=0.1, momentum=0.9),
     "SAM over Adam": lambda params: SAM(params, torch.optim.Adam, lr=0.1),
     "attributes": Averaging,
+    "one that has not called torch's __init__": lambda params: Lookahead(torch.optim.Adam(params, lr=0.1)),
     "eight bits in blocks": lambda params: Blockwise(params, lr=0.1),
 }
 TORCH = dict(torch_optimizers())
@@ -118,6 +119,7 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
 def check(make: Make) -> str:
     """Capture in mid-training, throw everything away, build it anew, restore and go on: the bits, or a refusal by name."""
     model, optimizer = build(make, seed=0)
+    PlainState.of(model, optimizer, None).watch()  # as a Checkpointer does
     train(model, optimizer, range(4))
     try:
         taken = take(PlainState.of(model, optimizer, None))
