@@ -42,6 +42,7 @@ class EngineFit(Fit):
         return self._trainer.strategy.model
 
     def _bind_state(self) -> None:
+        from gemini_ft.deepspeed.border import Weights
         from gemini_ft.deepspeed.engine import finish
         from gemini_ft.deepspeed.protection import ONLY_ANEW, bound_collectives
         from gemini_ft.deepspeed.state import EngineState
@@ -51,8 +52,14 @@ class EngineFit(Fit):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
         never_stay(ONLY_ANEW)
         hooks.at_end[finish] = None
+        self._weights = Weights(self._engine)
         self.checkpointer.bind_state(EngineState(self._engine, modes=False))
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
+
+    def _extras(self) -> dict[str, Any]:
+        self._weights.stepped()
+        self._weights.check()
+        return super()._extras()
 
     @property
     def _steps(self) -> int:

@@ -26,6 +26,7 @@ from engine_habits_case import (
     walks,
     with_an_odd_optimizer,
     writes_masters,
+    writes_weights,
 )
 from rank_kit import World
 from three_ways import Cell, differing
@@ -68,6 +69,22 @@ def test_masters_that_are_written_after_each_step_are_refused(tmp_path: Path) ->
         (said,) = ranks.outcome(writes_masters, str(tmp_path / "files"), [], False, True)
     assert isinstance(said, StateError)
     assert "write them before engine.step()" in str(said)
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, True), (3, False)])
+def test_weights_that_are_written_after_each_step_are_refused(stage: int, bf16: bool, tmp_path: Path) -> None:
+    """A resumed engine makes them of the masters."""
+    with World(tmp_path, 1) as ranks:
+        (said,) = ranks.outcome(writes_weights, stage, bf16, "data")
+    assert isinstance(said, StateError)
+    assert "the weights of 1.weight are not what their masters give" in str(said)
+
+
+@pytest.mark.parametrize(("how", "count"), [("once", 1), ("swap", 0)])
+def test_weights_that_are_written_once_are_named_and_those_that_are_put_back_are_not(how: str, count: int, tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (told,) = ranks.outcome(writes_weights, 1, False, how)
+    assert sum("the weights of 1.weight are not what their masters give" in text for text in told) == count, told
 
 
 def test_what_no_snapshot_of_an_engine_has_is_named(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed_case import Case, configuration, state_of
+from deepspeed_case import Case, configuration, start, state_of
 from session_case import Recorded
 from three_ways import Record
 from torch import nn
@@ -193,6 +193,32 @@ def writes_masters(folder: str, kills: list[str], plain: bool, often: bool) -> l
     record.state("end", state_of(engine))
     engine.destroy()
     dist.barrier()
+    return told.texts
+
+
+def writes_weights(stage: int, bf16: bool, how: str) -> list[str]:
+    """Writes weights after its steps, and no masters: "data", "once" in the third, or "swap", which puts them back."""
+    import deepspeed
+
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    told = Recorded()
+    net = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    engine = start(Case(stage, bf16=bf16), net)
+    for step in range(6):
+        engine.backward(engine(torch.randn(4, 8, dtype=net[0].weight.dtype)).float().square().mean())
+        engine.step()
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(net[1].weight, modifier_rank=0, enabled=stage == 3):
+            if how == "data":
+                net[1].weight.data.clamp_(-0.01, 0.01)
+            elif how == "once" and step == 2:
+                net[1].weight.zero_()
+            elif how == "swap":
+                before = net[1].weight.clone()
+                net[1].weight.zero_()
+                net[1].weight.copy_(before)
+    engine.destroy()
     return told.texts
 
 
