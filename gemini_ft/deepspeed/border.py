@@ -27,7 +27,7 @@ _WAY_OUT = "set engine.gemini.deferred = True, and call engine.gemini.save() as 
 class Weights:
     """Notices weights that the script writes after ``engine.step()``: a resumed engine makes them of the masters.
 
-    It looks where torch has counted a write since the step, else after the 1st, 2nd, 4th, 8th, ... step: it does not count writes to ``.data``.
+    It looks where torch has counted a write since the step, and after the steps 1, 2, 4, 8, ...: writes to ``.data`` are not counted.
 
     Args:
         engine: the engine.

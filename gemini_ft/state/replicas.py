@@ -117,7 +117,8 @@ def check_replicas(sources: Iterable[Source], exchange: Callable[[Any], list[Any
     if first_difference(exchange(whole)):  # a few bytes per rank where all is well, the names only where not
         raise ReplicaDivergedError(
             f"{first_difference(exchange(digests))}. Ranks that must hold the same parameters and optimizer state have drifted apart; "
-            "look for updates that only some ranks make, or declare the job's parameters as not replicated"
+            "look for updates that only some ranks make; where they are to train apart (accelerate's LocalSGD), give "
+            "Checkpointer(replicated=False)"
         )
 
 
