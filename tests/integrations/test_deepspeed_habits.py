@@ -19,6 +19,7 @@ from engine_habits_case import (
     adversaries,
     batches,
     ends_well,
+    goes_universal,
     held_ones,
     left_to_itself,
     of_an_older_version,
@@ -44,12 +45,23 @@ JOBS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "three to one": (partial(adversaries, critic=3, deferred=True), ["1:maker:3"]),
     "rolls back": (rolls_back, ["0:5", "1:7"]),
     "writes masters": (partial(writes_masters, often=False), ["1:4", "0:6"]),
+    # In the step behind the universal checkpoint, and later.
+    "universal 1": (partial(goes_universal, stage=1, bf16=True), ["1:4", "0:7"]),
+    "universal 2": (partial(goes_universal, stage=2, bf16=False), ["1:4", "0:7"]),
+    "universal 3": (partial(goes_universal, stage=3, bf16=False), ["1:4", "0:7"]),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    ["in turns", pytest.param("three to one", marks=pytest.mark.soak), "deferred", "rolls back", "writes masters"],
+    [
+        "in turns",
+        "deferred",
+        "rolls back",
+        "writes masters",
+        "universal 2",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("three to one", "universal 1", "universal 3")),
+    ],
 )
 def test_habits_of_deepspeed_scripts_three_ways(name: str, tmp_path: Path) -> None:
     """Several engines; optimizers with state of their own; generators of model-parallel layers; other batches; checkpoints in between."""
