@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from gemini_ft.deepspeed.partitions import written_weights
 from gemini_ft.errors import StateError
 from gemini_ft.state.tensors import version_of
 
@@ -21,6 +22,55 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("gemini_ft")
 _WAY_OUT = "set engine.gemini.deferred = True, and call engine.gemini.save() as the last statement of the loop"
+
+
+class Weights:
+    """Notices weights that the script writes after ``engine.step()``: a resumed engine makes them of the masters.
+
+    It looks where torch has counted a write since the step, and after the steps 1, 2, 4, 8, ...: writes to ``.data`` are not counted.
+
+    Args:
+        engine: the engine.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._params = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
+        self._steps = self._count = 0
+        self._is_open = self._has_differed = False
+
+    def stepped(self) -> None:
+        """Records that the engine has written its weights."""
+        self._steps, self._count, self._is_open = self._steps + 1, self._counted(), True
+
+    def forget(self) -> None:
+        """Records that the weights, and the masters, are others now."""
+        self._is_open = False
+
+    def check(self) -> None:
+        """Looks whether the weights are still those of the masters.
+
+        Raises:
+            StateError: they are not, and were not after the step before.
+        """
+        is_open, self._is_open = self._is_open, False
+        if not is_open or (self._steps & (self._steps - 1) and not self._has_differed and self._count == self._counted()):
+            return
+        written, had = written_weights(self._engine), self._has_differed
+        self._has_differed = bool(written)
+        if not written:
+            return
+        why = (
+            f"the weights of {', '.join(written[:5])} are not what their masters give: the script has written one of the two after "
+            "engine.step(). A resumed engine makes its weights of the masters, and so does the next step; write masters "
+            "(safe_set_full_fp32_param) before engine.step(), behind the last backward()"
+        )
+        if had:
+            raise StateError(why)
+        _log.warning("step %d: %s", self._steps, why)
+
+    def _counted(self) -> int:
+        return sum(map(version_of, self._params))
 
 
 class Border:

@@ -130,6 +130,23 @@ def rebuild_weights(engine: Any) -> None:
             return  # stage 0 in fp32: the masters are the weights
 
 
+@torch.no_grad()
+def written_weights(engine: Any) -> list[str]:
+    """The weights that do not follow from their masters, as the script has written them; of each this rank's part is looked at."""
+    optimizer, found = engine.optimizer, list[str]()
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return found  # the masters are the weights
+    flat, names = dict(masters(engine)), {id(param): name for name, param in engine.module.named_parameters()}
+    for master, offset, param, start, stop in _of_masters(engine):
+        if start < stop:
+            own = param.ds_tensor[: stop - start] if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else param.flatten()[start:stop]
+            due = flat[master].flatten()[offset : offset + stop - start].to(own)
+            is_cast = own.is_floating_point()  # quantized ones (zero_quantized_weights) are none
+            if is_cast and not torch.equal(own.view(torch.uint8), due.view(torch.uint8)):  # bits: a NaN equals itself
+                found.append(names[id(param)])
+    return found
+
+
 def follow_writes(engine: Any, written: Callable[[bool], None]) -> None:
     """Has ``written`` called when DeepSpeed's ``safe_set_full_fp32_param`` and the like have written masters, or else their state.
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gemini_ft.checkpointer import Checkpointer, Snapshot
 from gemini_ft.config import load_config
 from gemini_ft.core.census import LOADERS
-from gemini_ft.deepspeed.border import Border
+from gemini_ft.deepspeed.border import Border, Weights
 from gemini_ft.deepspeed.data import EngineData
 from gemini_ft.deepspeed.gradients import EngineGradients
 from gemini_ft.deepspeed.partitions import base_optimizer, follow_writes, has_gradients, masters
@@ -68,7 +68,7 @@ class Protection:
         self.is_updated = self.has_stepped = self._closed = self._has_looked = self._has_gradients = False
         self._is_ahead = False  # masters have been written, and the weights follow at the next step
         self._has_skipped = False  # the last snapshot that was due, because of that
-        self._border = Border(self, engine.module)
+        self._border, self._weights = Border(self, engine.module), Weights(engine)
         self._data = EngineData({}, is_new=False)
         engines.open.add(self)
         bound_collectives(engine, self.checkpointer.config.hang_timeout)
@@ -161,6 +161,7 @@ class Protection:
         self.is_updated = self._engine.was_step_applied()
         if self.is_updated:
             self._is_ahead = False
+            self._weights.stepped()
         else:
             self.checkpointer.alive(self.number)
 
@@ -168,6 +169,8 @@ class Protection:
         """Counts a write to masters or their state that torch does not count."""
         torch.autograd.graph.increment_version([master for _, master in masters(self._engine)])
         self._is_ahead |= is_master
+        if is_master:
+            self._weights.forget()
 
     def stepped(self) -> None:
         """Records that DeepSpeed's step is over, counters included; in the middle of an accumulation this is none of the engine."""
@@ -184,6 +187,7 @@ class Protection:
     def loaded(self) -> None:
         """Records that a checkpoint has been loaded; in the middle of the training, the next snapshot does not wait for a step."""
         self._is_ahead = False
+        self._weights.forget()
         follow_writes(self._engine, self._written)  # DeepSpeed has linked masters anew
         now = vars(self._engine)["global_steps"]
         if self.found is not None and now < (self._resumed or 0):
@@ -205,8 +209,10 @@ class Protection:
 
     def begins(self) -> None:
         """Records that the next iteration's forward pass is about to begin."""
-        if not self.deferred and not self._closed:
-            self._border.passed()
+        if not self._closed:
+            self._weights.check()
+            if not self.deferred:
+                self._border.passed()
 
     def moment(self) -> dict[str, Any]:
         """The random generators, the position in the data and the steps of other engines, which the next batch may change."""

@@ -50,9 +50,6 @@ class EngineFit(Fit):
         now = self._trainer.accumulate_grad_batches
         return loss if not self._config.elastic or now == self._first_accumulation else loss * (now / self._first_accumulation)
 
-    def _extras(self) -> dict[str, Any]:
-        return super()._extras() | {"first_accumulation": self._first_accumulation}
-
     def before_update(self) -> None:
         """Waits, as the engine is about to step; it updates parameters only where enough gradients have been accumulated."""
         if self._engine.is_gradient_accumulation_boundary():
@@ -63,6 +60,7 @@ class EngineFit(Fit):
         return self._trainer.strategy.model
 
     def _bind_state(self) -> None:
+        from gemini_ft.deepspeed.border import Weights
         from gemini_ft.deepspeed.engine import finish
         from gemini_ft.deepspeed.protection import ONLY_ANEW, bound_collectives
         from gemini_ft.deepspeed.state import EngineState
@@ -72,10 +70,16 @@ class EngineFit(Fit):
             raise ConfigError("managed_gradient_accumulation=false is not supported under Lightning, which does the accumulation itself")
         never_stay(ONLY_ANEW)
         hooks.at_end[finish] = None
+        self._weights = Weights(self._engine)
         self._state = EngineState(self._engine, modes=False)
         self.follow_accumulation()
         self.checkpointer.bind_state(self._state)
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
+
+    def _extras(self) -> dict[str, Any]:
+        self._weights.stepped()
+        self._weights.check()
+        return super()._extras() | {"first_accumulation": self._first_accumulation}
 
     @property
     def _steps(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 from gemini_ft.errors import ConfigError
 from gemini_ft.state.carried import Carried
 from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
-from gemini_ft.state.left_out import Generators, left_out, not_saved
+from gemini_ft.state.left_out import Generators, instances, left_out, not_saved
 from gemini_ft.state.rng import GivenGenerator, is_generator
 from gemini_ft.state.tensors import every_optimizer
 
@@ -213,3 +214,10 @@ class LoopWatch:
             left_out(given, every_optimizer(optimizers).values()),
             between=", a ",
         )
+        local_sgd = getattr(sys.modules.get("accelerate.local_sgd"), "LocalSGD", None)
+        if local_sgd is not None and any(item.enabled for item in instances(local_sgd)):
+            self._say(
+                "this script averages its models by accelerate's LocalSGD, whose count of steps is in no snapshot: after a failure the "
+                "averages come at other steps. Keep it by step(local=local_sgd.num_steps), and begin with local_sgd.num_steps = "
+                "checkpointer.scalars.get('local', 0)"
+            )

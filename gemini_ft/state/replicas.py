@@ -5,6 +5,7 @@ If it is not, a snapshot cut from all of them would be a state that no rank ever
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -113,10 +114,18 @@ def check_replicas(sources: Iterable[Source], exchange: Callable[[Any], list[Any
     groups = {group for group, _ in digests}
     whole = {(group, "all"): _combined((name, digest) for (of, name), digest in digests.items() if of == group) for group in groups}
     if first_difference(exchange(whole)):  # a few bytes per rank where all is well, the names only where not
-        raise ReplicaDivergedError(
-            f"{first_difference(exchange(digests))}. Ranks that must hold the same parameters and optimizer state have drifted apart; "
-            "look for updates that only some ranks make, or declare the job's parameters as not replicated"
-        )
+        found = first_difference(exchange(digests)) or ""
+        if re.match(r"optim\d+\.group\d+\.param", found):
+            why = (
+                "It is a parameter that an optimizer has and no model (of a loss, for example), whose gradients DDP does not average. "
+                "Make it part of the model that DDP wraps, or average its gradients before each step"
+            )
+        else:
+            why = (
+                "Look for updates that only some ranks make; where they are to train apart (accelerate's LocalSGD), give "
+                "Checkpointer(replicated=False)"
+            )
+        raise ReplicaDivergedError(f"{found}. Ranks that must hold the same parameters and optimizer state have drifted apart. {why}")
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -138,3 +138,14 @@ def test_generators_of_accelerates_samplers_are_the_loaders(caplog: pytest.LogCa
                 watched.look([], {"loader": loader}, [])
     assert [text for text in caplog.messages if "draws from the generator" in text] == []
     assert sampler.generator is not None
+
+
+def test_the_count_of_local_sgd_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    local_sgd = pytest.importorskip("accelerate.local_sgd").LocalSGD
+    model = torch.nn.Linear(2, 2)
+    for enabled in (False, True):
+        present = object.__new__(local_sgd)
+        present.enabled = enabled
+        with caplog.at_level("WARNING", "gemini_ft"):
+            LoopWatch().look([model], {}, [torch.optim.SGD(model.parameters(), lr=0.1)])
+        assert ("begin with local_sgd.num_steps = checkpointer.scalars.get('local', 0)" in caplog.text) is enabled

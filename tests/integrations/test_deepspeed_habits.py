@@ -19,6 +19,7 @@ from engine_habits_case import (
     adversaries,
     batches,
     ends_well,
+    goes_universal,
     held_ones,
     left_to_itself,
     of_an_older_version,
@@ -26,6 +27,7 @@ from engine_habits_case import (
     walks,
     with_an_odd_optimizer,
     writes_masters,
+    writes_weights,
 )
 from rank_kit import World
 from three_ways import Cell, differing
@@ -43,12 +45,23 @@ JOBS: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "three to one": (partial(adversaries, critic=3, deferred=True), ["1:maker:3"]),
     "rolls back": (rolls_back, ["0:5", "1:7"]),
     "writes masters": (partial(writes_masters, often=False), ["1:4", "0:6"]),
+    # In the step behind the universal checkpoint, and later.
+    "universal 1": (partial(goes_universal, stage=1, bf16=True), ["1:4", "0:7"]),
+    "universal 2": (partial(goes_universal, stage=2, bf16=False), ["1:4", "0:7"]),
+    "universal 3": (partial(goes_universal, stage=3, bf16=False), ["1:4", "0:7"]),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    ["in turns", pytest.param("three to one", marks=pytest.mark.soak), "deferred", "rolls back", "writes masters"],
+    [
+        "in turns",
+        "deferred",
+        "rolls back",
+        "writes masters",
+        "universal 2",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("three to one", "universal 1", "universal 3")),
+    ],
 )
 def test_habits_of_deepspeed_scripts_three_ways(name: str, tmp_path: Path) -> None:
     """Several engines; optimizers with state of their own; generators of model-parallel layers; other batches; checkpoints in between."""
@@ -68,6 +81,22 @@ def test_masters_that_are_written_after_each_step_are_refused(tmp_path: Path) ->
         (said,) = ranks.outcome(writes_masters, str(tmp_path / "files"), [], False, True)
     assert isinstance(said, StateError)
     assert "write them before engine.step()" in str(said)
+
+
+@pytest.mark.parametrize(("stage", "bf16"), [(1, False), (2, True), (3, False)])
+def test_weights_that_are_written_after_each_step_are_refused(stage: int, bf16: bool, tmp_path: Path) -> None:
+    """A resumed engine makes them of the masters."""
+    with World(tmp_path, 1) as ranks:
+        (said,) = ranks.outcome(writes_weights, stage, bf16, "data")
+    assert isinstance(said, StateError)
+    assert "the weights of 1.weight are not what their masters give" in str(said)
+
+
+@pytest.mark.parametrize(("how", "count"), [("once", 1), ("swap", 0)])
+def test_weights_that_are_written_once_are_named_and_those_that_are_put_back_are_not(how: str, count: int, tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (told,) = ranks.outcome(writes_weights, 1, False, how)
+    assert sum("the weights of 1.weight are not what their masters give" in text for text in told) == count, told
 
 
 def test_what_no_snapshot_of_an_engine_has_is_named(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed_case import Case, configuration, state_of
+from deepspeed_case import Case, configuration, start, state_of
 from session_case import Recorded
 from three_ways import Record
 from torch import nn
@@ -193,6 +194,81 @@ def writes_masters(folder: str, kills: list[str], plain: bool, often: bool) -> l
     record.state("end", state_of(engine))
     engine.destroy()
     dist.barrier()
+    return told.texts
+
+
+def goes_universal(folder: str, kills: list[str], plain: bool, stage: int, bf16: bool) -> None:
+    """Trains three steps, converts its checkpoint to a universal one, and begins with that."""
+    import deepspeed
+    from deepspeed.checkpoint import ds_to_universal
+
+    import gemini_ft
+    import gemini_ft.deepspeed
+
+    gemini_ft.init_process_group("gloo")
+    record, files = Record(Path(folder), kills), Path(folder, "files")
+
+    def made(net: nn.Module, **more: Any) -> Any:
+        config = configuration(Case(stage, bf16=bf16, config=more))
+        initialize = deepspeed.initialize if "gemini" in more else gemini_ft.deepspeed.initialize
+        return initialize(model=net, config=config, optimizer=torch.optim.AdamW(net.parameters(), lr=0.01))[0]
+
+    def step(engine: Any) -> torch.Tensor:
+        loss: torch.Tensor = engine(torch.randn(4, 8, dtype=torch.bfloat16 if bf16 else torch.float32)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        return loss
+
+    torch.manual_seed(0)
+    nets = [nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.2), nn.Linear(64, 1)) for _ in range(2)]
+    if not (files / "universal").exists():
+        first = made(nets[0], gemini=None)
+        for _ in range(3):
+            step(first)
+        first.save_checkpoint(str(files), tag="own", client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}})
+        dist.barrier()
+        if dist.get_rank() == 0:
+            options = {"keep_temp_folder": False, "strict": True, "inject_missing_state": False, "num_extract_workers": 1}
+            paths = {"input_folder": str(files / "own"), "output_folder": str(files / "universal"), "num_merge_workers": 1}
+            ds_to_universal.main(SimpleNamespace(**options, **paths))
+        dist.barrier()
+        first.destroy()
+    torch.manual_seed(dist.get_rank())
+    engine = made(nets[1], checkpoint={"load_universal": True}, **({"gemini": None} if plain else {}))
+    if plain or engine.gemini.resumed is None:
+        engine.load_checkpoint(str(files), tag="universal")
+    while engine.global_steps < 9:
+        record.note(f"{engine.global_steps}", step(engine))
+        _flush(engine)
+        record.reached(engine.global_steps)
+    record.state("end", state_of(engine))
+    engine.destroy()
+    dist.barrier()
+
+
+def writes_weights(stage: int, bf16: bool, how: str) -> list[str]:
+    """Writes weights after its steps, and no masters: "data", "once" in the third, or "swap", which puts them back."""
+    import deepspeed
+
+    import gemini_ft
+
+    gemini_ft.init_process_group("gloo")
+    told = Recorded()
+    net = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    engine = start(Case(stage, bf16=bf16), net)
+    for step in range(6):
+        engine.backward(engine(torch.randn(4, 8, dtype=net[0].weight.dtype)).float().square().mean())
+        engine.step()
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(net[1].weight, modifier_rank=0, enabled=stage == 3):
+            if how == "data":
+                net[1].weight.data.clamp_(-0.01, 0.01)
+            elif how == "once" and step == 2:
+                net[1].weight.zero_()
+            elif how == "swap":
+                before = net[1].weight.clone()
+                net[1].weight.zero_()
+                net[1].weight.copy_(before)
+    engine.destroy()
     return told.texts
 
 

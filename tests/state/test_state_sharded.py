@@ -189,6 +189,11 @@ def _divergence(rank: int) -> None:
         check_replicas(sources, exchange)
     assert len(set(exchange(str(caught.value)))) == 1
     assert len(set(exchange(replicated_digest(sources)))) == 2
+    head = nn.Linear(2, 2)  # of a loss, in no model
+    sources, _ = collect({"model": nn.Linear(1, 1)}, [torch.optim.SGD(head.parameters(), lr=0.1)], rank, WORLD, replicated=True)
+    nn.init.constant_(head.weight, rank)
+    with pytest.raises(ReplicaDivergedError, match="a parameter that an optimizer has and no model"):
+        check_replicas(sources, exchange)
 
 
 # Eight ranks without processes: torch's fake process group answers for the other seven.
