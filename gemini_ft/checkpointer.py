@@ -16,7 +16,6 @@ import contextlib
 import logging
 import os
 import re
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +34,7 @@ from gemini_ft.core.census import Census, Fate, Finding, declare, table
 from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.faults import inject as faults
 from gemini_ft.launch import hooks, notes
+from gemini_ft.launch.failures import error_at_end
 from gemini_ft.recovery.restore import putting_back, read_extras
 from gemini_ft.state import ddp, iterators
 from gemini_ft.state.base import BoundState, PlainState, TrainingState
@@ -732,10 +732,10 @@ class Checkpointer:
 
     def _end_with_process(self) -> None:
         """Ends this rank's threads with the process; after Ctrl-C leaves the run: the agents' memory will not be needed."""
-        if isinstance(getattr(sys, "last_value", None), KeyboardInterrupt):
+        if isinstance(error_at_end(), KeyboardInterrupt):
             self.close(finished=False, interrupted=True)
         elif self._recorder is not None:
-            if getattr(sys, "last_value", None) is None:  # a script that ends without `close`, by `sys.exit` perhaps: its last step is kept
+            if error_at_end() is None:  # a script that ends without `close`, by `sys.exit` perhaps: its last step is kept
                 self._recorder.await_last(_LAST_SECONDS)
             self._recorder.halt()
             if hooks.has_ended_well:

@@ -27,7 +27,6 @@ import contextlib
 import logging
 import os
 import shutil
-import sys
 import urllib.parse
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -44,6 +43,7 @@ from gemini_ft.errors import AgentError, ConfigError
 from gemini_ft.events import EventLog
 from gemini_ft.failpoints import InjectedFault, notes_folder, strike
 from gemini_ft.faults.slowing import slow_down
+from gemini_ft.launch.failures import error_at_end
 from gemini_ft.wire.worker_messages import Inject
 
 __all__ = ["Fault", "InjectedFault", "at_step", "from_environment"]
@@ -146,7 +146,7 @@ def arm(orders: Orders, scene: Scene) -> None:
 
 def _report_the_rest() -> None:
     """Warns, at the end of a script that has ended well, of the planned faults whose moment never came."""
-    if drill is not None and getattr(sys, "last_value", None) is None and (rest := drill.rest()):
+    if drill is not None and error_at_end() is None and (rest := drill.rest()):
         _log.warning("fault injection: the job has ended, and these have never happened: %s", "; ".join(rest))
 
 

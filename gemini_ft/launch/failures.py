@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import sys
 import time
 import traceback
 import types
@@ -61,6 +62,18 @@ def record(error: BaseException) -> None:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
         file.close()
         os.replace(f"{path}.part", path)
+
+
+def begin_anew() -> None:
+    """Notes that training begins: an error of before, of a notebook's cell or of the parent of this process, does not end it."""
+    with contextlib.suppress(AttributeError):  # there is none, or it takes no attributes
+        sys.last_value._gemini_is_over = True  # type: ignore[union-attr]
+
+
+def error_at_end() -> BaseException | None:
+    """The error that has ended the script, for handlers that run at its end."""
+    error: BaseException | None = sys.exception() or getattr(sys, "last_value", None)
+    return None if hasattr(error, "_gemini_is_over") else error
 
 
 def may_go_away(kinds: Collection[str], text: str) -> bool:

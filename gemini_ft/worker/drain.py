@@ -16,7 +16,6 @@ import functools
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -28,8 +27,7 @@ from gemini_ft.agent import lifecycle
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import GeminiError
 from gemini_ft.hosts import own_status
-from gemini_ft.launch import notes
-from gemini_ft.launch.failures import refusal_behind
+from gemini_ft.launch import failures, notes
 from gemini_ft.wire.worker_messages import Ended
 
 _log = logging.getLogger("gemini_ft")
@@ -119,7 +117,8 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def attend(run: str, host: str) -> None:
-    """Lets the agent hear of the end of this process."""
+    """Lets the agent hear of the end of this process, in which training begins."""
+    failures.begin_anew()
     _attend(run, host, os.getpid())
 
 
@@ -130,10 +129,10 @@ def _attend(run: str, host: str, pid: int) -> None:
 
 
 def _part(run: str, host: str, pid: int) -> None:
-    error = sys.exception() or getattr(sys, "last_value", None)
+    error = failures.error_at_end()
     if isinstance(error, SystemExit) and not error.code:
         error = None
-    refusal = refusal_behind(error)
+    refusal = failures.refusal_behind(error)
     is_told = "GEMINI_LAUNCHER_PID" in os.environ and refusal is None
     if pid != os.getpid() or is_told or (error is not None and refusal is None):
         return

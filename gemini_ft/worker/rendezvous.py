@@ -12,7 +12,6 @@ import atexit
 import multiprocessing
 import os
 import pickle
-import sys
 import time
 import uuid
 from collections import defaultdict
@@ -30,6 +29,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from gemini_ft import errors
 from gemini_ft.errors import ConfigError, GeminiError, PeerError
+from gemini_ft.launch.failures import error_at_end
 from gemini_ft.worker.attempt import leave_if_over
 from gemini_ft.worker.store_listener import await_store
 
@@ -89,7 +89,7 @@ def _leave() -> None:
     if not dist.is_initialized():
         return
     # After an exception the peers may be gone, and NCCL would wait for them: let the process end instead.
-    if hasattr(sys, "last_value") and "nccl" in dist.get_backend_config():
+    if error_at_end() is not None and "nccl" in dist.get_backend_config():
         return
     dist.destroy_process_group()
 

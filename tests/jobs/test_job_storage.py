@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,12 @@ def run(store: Path, steps: int = 6, storage: dict[str, Any] | None = None, **op
 
 
 def _loop(steps: int, options: dict[str, Any]) -> Any:
+    return loop(steps, **options)
+
+
+def _loop_after_an_error(steps: int, options: dict[str, Any]) -> Any:
+    """A loop in a process where something before it has failed, as in a notebook an earlier cell may have."""
+    sys.last_value = ZeroDivisionError()
     return loop(steps, **options)
 
 
@@ -77,8 +85,10 @@ class TestUploads:
         one.outcome(*run(store, 4, {"every_steps": None, "every_seconds": 0.001, "keep_last": 9}))
         assert iterations(store) == [3, 1]  # the ranks learn with one commit that the next may be uploaded
 
-    def test_the_last_step_is_uploaded_before_the_agents_leave(self, two: World, store: Path) -> None:
-        attempt = two.start(*run(store, 4, during=None, close=True, pause=0.2))
+    @pytest.mark.parametrize("job", [_loop, _loop_after_an_error], ids=["", "after an error"])
+    def test_the_last_step_is_uploaded_before_the_agents_leave(self, two: World, store: Path, job: Callable[..., Any]) -> None:
+        _, *arguments = run(store, 4, during=None, close=True, pause=0.2)
+        attempt = two.start(job, *arguments)
         assert attempt.wait()
         for process in attempt.processes:
             process.join(30)  # it says how it ends

@@ -21,6 +21,7 @@ from agent_kit import WAIT, context, end_agent, forked
 
 from gemini_ft.agent import ahead, lifecycle
 from gemini_ft.cli.store import open_store
+from gemini_ft.errors import GeminiError
 
 if TYPE_CHECKING:
     import pytest
@@ -136,9 +137,15 @@ class World:
             attempt.kill()
         self._ahead.close()
         for host in self._known:
+            account = self._account(host) if kind is not None else None
             end_agent(self.run, host)
             if kind is not None and (log := self._log(host)).exists():
-                print(f"--- agent of {host}\n{log.read_text()}")
+                print(f"--- agent of {host}\n{log.read_text()}\n{account}")
+
+    def _account(self, host: str) -> str | None:
+        with contextlib.suppress(GeminiError, OSError):
+            return lifecycle.status(self.run, host)
+        return "it does not answer"
 
     def _log(self, host: str) -> Path:
         return self.folder / lifecycle.log_path(self.run, host).name

@@ -512,29 +512,34 @@ def test_a_worker_that_is_stopped_while_it_waits_for_its_next_attempt_is_replace
 def test_a_worker_that_is_stopped_before_its_first_step_is_killed(does: str, caplog: pytest.LogCaptureFixture) -> None:
     """The others waited for it until the process group's timeout, half an hour."""
     workers, words = Workers(), [BEGUN, ARRIVED] if does.endswith("step") else [BEGUN]
-    survivors, rank = Survivors(workers, 0.3), {"LOCAL_RANK": "0"}
+    survivors, rank = Survivors(workers, 30.0), {"LOCAL_RANK": "0"}
     reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.setsid()
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
-                end.connect(f"\0{survivors.address}")
-                channel.send(end, {"word": PARKED})
-                channel.receive(end)
-                for word in words:
-                    channel.send(end, {"word": word})
-                os.write(writer, b"x")
-                time.sleep(100)
-        finally:
-            os._exit(3)
-    process = workers.adopt(pid, lambda: os.waitstatus_to_exitcode(done[1]) if (done := os.waitpid(pid, os.WNOHANG))[0] else None)
+
+    def start() -> Process:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.setsid()
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+                    end.connect(f"\0{survivors.address}")
+                    channel.send(end, {"word": PARKED})
+                    channel.receive(end)
+                    for word in words:
+                        channel.send(end, {"word": word})
+                    os.write(writer, b"x")
+                    time.sleep(100)
+            finally:
+                os._exit(3)
+        return workers.adopt(pid, lambda: os.waitstatus_to_exitcode(done[1]) if (done := os.waitpid(pid, os.WNOHANG))[0] else None)
+
+    first = survivors.begin(rank, [], start)
+    process, pid = first.process, first.pid
     try:
-        first = survivors.begin(rank, [], lambda: process)
         first.end(1)
         second = survivors.begin(rank, [], lambda: pytest.fail("another one is started"))
         eventually(lambda: second.poll() is None and is_readable(reader), "its word")
         assert second.poll() is None
+        survivors.seconds = 0.3
         if does != "runs on":
             os.kill(pid, signal.SIGSTOP)
         if does.endswith("launcher"):  # which goes on first
