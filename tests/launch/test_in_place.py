@@ -109,7 +109,7 @@ class Slow(Dataset[int]):
 def test_a_rank_that_waits_for_its_data_hears_of_the_end_at_once(launcher: socket.socket) -> None:
     iterator = iter(DataLoader(Slow(), num_workers=1))
     threading.Timer(0.2, lambda: channel.send(launcher, {"over": True})).start()
-    with replaced(type(iterator), _try_get_data=in_place._heeding(type(iterator)._try_get_data)), pytest.raises(OverError):
+    with replaced(type(iterator), _try_get_data=in_place.heeding(type(iterator)._try_get_data)), pytest.raises(OverError):
         next(iterator)
     iterator._shutdown_workers()
 
