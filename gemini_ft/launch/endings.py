@@ -267,11 +267,12 @@ class Endings:
         """
         if (size := group.group_world_size or 1) == 1:
             return result
+        store: Any = agent._store
         try:
             if self.success is None:
                 self.success, self._success_until = result, time.monotonic() + agent._exit_barrier_timeout
-                agent._store.set(f"{_WELL}/{group.group_rank}", "")
-            if agent._store.check([f"{_WELL}/{number}" for number in range(size)]):
+                store.set(f"{_WELL}/{group.group_rank}", "")
+            if store.check([f"{_WELL}/{number}" for number in range(size)]):
                 return result
         except DistError:  # the store is lost, and with it perhaps its host
             return result

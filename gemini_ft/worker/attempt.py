@@ -132,7 +132,7 @@ class OwnAttempt:
             self.changing.pop()()
         # A backward pass that an exception has ended leaves nodes, and with them parameters, in this thread's queue. Newer ones come first
         # in it, and are dropped.
-        self._oldest.backward(retain_graph=True)
+        torch.autograd.backward([self._oldest], retain_graph=True)
         gc.collect()
         self.held.append(object())  # has as many references as one that is gone
         references = [sys.getrefcount(each) for each in self.held]

@@ -103,8 +103,8 @@ def run(train: Callable[[], T]) -> T:
         _log.warning("gemini_ft.run: after a failure this worker is started anew, as %s", why)
         return train()
     give_back = give_back_memory if keep_freed_memory() else lambda: None
-    heeding = _heeding(_MultiProcessingDataLoaderIter._try_get_data)
-    with replaced(_MultiProcessingDataLoaderIter, _try_get_data=heeding), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
+    fetch = heeding(_MultiProcessingDataLoaderIter._try_get_data)
+    with replaced(_MultiProcessingDataLoaderIter, _try_get_data=fetch), socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as end:
         end.connect(f"\0{address}")
         abort = ConnectionAbort(end)
         known = [*threading.enumerate(), *active_children(), *instances(_MultiProcessingDataLoaderIter), *_hooks_of_all()]
@@ -132,7 +132,7 @@ def run(train: Callable[[], T]) -> T:
             abort.close()  # processes of a DataLoader may have the descriptor, too
 
 
-def _heeding(fetch: Callable[..., tuple[bool, Any]]) -> Callable[..., tuple[bool, Any]]:
+def heeding(fetch: Callable[..., tuple[bool, Any]]) -> Callable[..., tuple[bool, Any]]:
     """A DataLoader's wait for its processes that an attempt's end ends."""
 
     def try_get_data(iterator: Any, timeout: float = MP_STATUS_CHECK_INTERVAL) -> tuple[bool, Any]:

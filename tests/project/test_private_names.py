@@ -14,6 +14,7 @@ VENDORS = {
     "_rendezvous",
     "_sampler",
     "_settings",
+    "_store",
     "_timeout",
 }  # private names of torch and Lightning that the package has, too
 
