@@ -95,8 +95,12 @@ class Turns:
             ) from None
         finally:
             self._drawn.close()
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        """Lets iterations of the loaders come to their end after the last batch, unless none was taken."""
         if self._rank is not None and trainer_loops.is_last_batch(self._trainer):
-            next(self.epoch(), None)  # ends it
+            next(self.epoch(), None)
 
     def begin(self) -> None:
         """Begins an epoch; the first one, or one that is resumed, with its first batch, when all has been put back."""
@@ -202,7 +206,8 @@ class _Dealt:
         return resumable(DataLoader(loader.dataset, sampler=sampler, **options))
 
     def __len__(self) -> int:
-        return self._turns.carried * len(self.of(0))
+        batches: int = len(self.of(0))
+        return self._turns.carried * batches
 
     def __iter__(self) -> Iterator[Any]:
         self._turns.begin()  # at once, so that a snapshot of the step before has the epoch begun, as with Lightning's loaders
