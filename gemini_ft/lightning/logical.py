@@ -39,7 +39,8 @@ class Turns:
                 f"elastic='exact' with logical_ranks={count} under Lightning: give GeminiStrategy(logical_ranks=N), where N is the largest "
                 f"number of workers that there will be, and start a number of workers that divides it, not {workers}"
             )
-        self.count, self.carried = count, count // workers
+        self.count = count
+        self.carried: int = count // workers
         self.ranks: LogicalRanks | None = None
         self._trainer = trainer
         self._rank: LogicalRank | None = None  # whose batch is under way
@@ -206,8 +207,7 @@ class _Dealt:
         return resumable(DataLoader(loader.dataset, sampler=sampler, **options))
 
     def __len__(self) -> int:
-        batches: int = len(self.of(0))
-        return self._turns.carried * batches
+        return self._turns.carried * len(self.of(0))
 
     def __iter__(self) -> Iterator[Any]:
         self._turns.begin()  # at once, so that a snapshot of the step before has the epoch begun, as with Lightning's loaders
