@@ -110,8 +110,9 @@ def main() -> None:
         ]
         header = ("gradients", "steps per second, DDP", "steps per second, exact", "seconds of a step, exact / DDP")
         body = (
-            f"{WORKERS} workers over loopback, gloo, one thread each; {blocks} blocks of five steps of both in turn: medians, and the median "
-            f"of the ratios of neighbours. DDP accumulates. Load average at the end: {os.getloadavg()[0]:.0f}."
+            f"{WORKERS} workers over loopback, gloo, one thread each; {blocks} blocks of five steps of both in turn: medians, and the "
+            "median of the ratios of neighbours. DDP accumulates where a worker has several logical ranks. Load average at the end: "
+            f"{os.getloadavg()[0]:.0f}."
         )
         common.write_report(
             "logical", "The price of elastic: exact", f"{body}\n\n{common.table(header, rows)}", common.versions(("torch", "gemini-ft"))

@@ -84,7 +84,7 @@ def worker(folder: Path, megabytes: int) -> None:
             if number == checkpointer.accumulation and not start:
                 weights, moments = get_state_dict(model, optimizer)
                 save({"model": weights, "optim": moments}, checkpoint_id=folder / "files")
-            if checkpointer.stats.committed > start:
+            if (checkpointer.stats.committed or 0) > start:
                 (folder / f"committed.{world}.{rank}").touch()
             is_over = torch.tensor(float((folder / "end").exists()))
             dist.all_reduce(is_over)

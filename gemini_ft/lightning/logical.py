@@ -39,7 +39,8 @@ class Turns:
                 f"elastic='exact' with logical_ranks={count} under Lightning: give GeminiStrategy(logical_ranks=N), where N is the largest "
                 f"number of workers that there will be, and start a number of workers that divides it, not {workers}"
             )
-        self.count, self.carried = count, count // workers
+        self.count = count
+        self.carried: int = count // workers
         self.ranks: LogicalRanks | None = None
         self._trainer = trainer
         self._rank: LogicalRank | None = None  # whose batch is under way
@@ -95,8 +96,12 @@ class Turns:
             ) from None
         finally:
             self._drawn.close()
+        self._end_epoch()
+
+    def _end_epoch(self) -> None:
+        """Lets iterations of the loaders come to their end after the last batch, unless none was taken."""
         if self._rank is not None and trainer_loops.is_last_batch(self._trainer):
-            next(self.epoch(), None)  # ends it
+            next(self.epoch(), None)
 
     def begin(self) -> None:
         """Begins an epoch; the first one, or one that is resumed, with its first batch, when all has been put back."""

@@ -255,9 +255,10 @@ class GeminiDdpMixin(GeminiMixin, _DDPStrategy):
         return result
 
     def process_dataloader(self, dataloader: object) -> object:
-        if self._gemini_turns is None or not self._gemini_fit.training_data.asks:
+        fit = self._gemini_fit
+        if fit is None or fit.turns is None or not fit.training_data.asks:
             return super().process_dataloader(dataloader)
-        return self._gemini_turns.deal(dataloader)
+        return fit.turns.deal(dataloader)
 
     def _register_ddp_hooks(self) -> None:
         if self._gemini_turns is not None:

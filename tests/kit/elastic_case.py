@@ -97,14 +97,16 @@ def loader_of(case: Case, rank: int, world: int) -> DataLoader[Any]:
         case "batched":
             return DataLoader(data, batch_sampler=[[index, index] for index in sampler])
         case "weighted":
-            return DataLoader(data, BATCH, sampler=WeightedRandomSampler(torch.ones(SAMPLES), SAMPLES))
+            return DataLoader(data, BATCH, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
         case "of some":
             return DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(SAMPLES)))
         case "stateful":
-            return pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Kept(), BATCH, sampler=sampler)
+            made: DataLoader[Any] = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Kept(), BATCH, sampler=sampler)
+            return made
         case "prepared":
-            data_loader = pytest.importorskip("accelerate.data_loader")
-            return data_loader.prepare_data_loader(DataLoader(data, BATCH, shuffle=True), num_processes=world, process_index=rank)
+            prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+            prepared: DataLoader[Any] = prepare(DataLoader(data, BATCH, shuffle=True), num_processes=world, process_index=rank)
+            return prepared
         case "wrapped":
             return DataLoader(data, BATCH, sampler=DistributedSamplerWrapper(SubsetRandomSampler(range(SAMPLES)), world, rank))
     raise ValueError(case.kind)

@@ -253,7 +253,8 @@ def fit(case: Fitting, until: int) -> dict[str, Any]:
 
         def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
             found["numbers"].append(number)
-            return self.net(batch).square().mean()
+            loss: torch.Tensor = self.net(batch).square().mean()
+            return loss
 
         def on_train_batch_end(self, *_: Any) -> None:
             if case.draws:
@@ -267,7 +268,7 @@ def fit(case: Fitting, until: int) -> dict[str, Any]:
 
         def on_train_batch_start(self, batch: Any, number: int) -> None:
             found.setdefault("start", self.trainer.global_step)
-            found["bits"][self.trainer.global_step] = bits(self.net, self.optimizers().optimizer)
+            found["bits"][self.trainer.global_step] = bits(self.net, self.trainer.optimizers[0])
             if self.trainer.global_step >= until:
                 assert strategy.checkpointer is not None
                 strategy.checkpointer.flush()

@@ -34,6 +34,7 @@ SMALL_STATE = [
     "loaders.bookmark:Bookmark.state_dict",
     "lightning.capture:capture",
     "lightning.fabric:GeminiFabricMixin._gemini_save",
+    "lightning.deepspeed:EngineFit._extras",
     "lightning.fit:Fit._extras",
     "lightning.trainer_callbacks:averaging_state",
     "lightning.trainer_callbacks:tickets",
@@ -65,10 +66,10 @@ class Kept(NamedTuple):
 
 KEPT = {
     "storage.checkpoints.FORMAT_VERSION": Kept(
-        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "f86473310883d312"
+        checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "871e02c7704ab156"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "50d28b860031760e"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "9816a587e55f3f75"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
