@@ -113,14 +113,15 @@ class Logs:
             writer = logger.experiment
         finally:
             kind._check_log_dir_exists = check
-        table, aside = _read(writer), _read(writer, _ASIDE)
+        table, aside = there, _ = _read(writer), _read(writer, _ASIDE)
         if len(table.rows) > max(rows, len(aside.rows)):
             _write(writer, table, _ASIDE)  # a later fit of the script, which is resumed after this one, may have logged these
         elif len(table.rows) < rows <= len(aside.rows):
             table = aside
         kept = _Table(table.columns, table.rows[:rows])
         writer.metrics_keys, writer.metrics = kept.columns, list(pending)
-        _write(writer, kept)
+        if len(kept.rows) != len(there.rows):
+            _write(writer, kept)
         return len(kept.rows)
 
 

@@ -42,6 +42,22 @@ def before_positions(trainer: Any, hook: Callable[[], None]) -> None:
     around = Around(fit_loop, "_load_combined_loader_states", hook_then_load)
 
 
+def in_mid_epoch(trainer: Any, resuming: Callable[[], bool]) -> Callable[[], None]:
+    """Has loops that load their state go on in the middle of an epoch, as long as ``resuming``; returns a function that ends that.
+
+    Lightning takes an epoch for a finished one by its counters, which are off by one for good where a fit has begun with a checkpoint of a
+    file that was saved with an epoch's last batch.
+    """
+    fit_loop = trainer.fit_loop
+
+    def hooked(load: Callable[..., None], *state: Any) -> None:
+        load(*state)
+        if resuming():
+            super(type(fit_loop), type(fit_loop)).restarting.fset(fit_loop, True)
+
+    return Around(fit_loop, "load_state_dict", hooked).end
+
+
 def rerun_epoch_start(trainer: Any, package: str) -> None:
     """Calls the ``on_train_epoch_start`` hooks of a resumed epoch again."""
     progress, call = trainer.fit_loop.epoch_progress.current, importlib.import_module(f"{package}.trainer.call")
