@@ -173,7 +173,7 @@ class Between:
         )
         return batch
 
-    def _makers(self) -> list[nn.Module]:
+    def _makers(self) -> list[Any]:
         owners = [getattr(value, "__self__", None) for value in fields_of(getattr(self._loader, "dataset", self._loader)).values()]
         return [owner for owner in owners if is_a(owner, nn.Module)]
 
