@@ -83,6 +83,7 @@ class Fit:
         self._waiting: dict[torch.Tensor, torch.Tensor] = {}  # gradients that a resumed loop adds to
         self._to_be_drawn: dict[str, str] = {}  # what the data had lost, and a sampler repeats no earlier than with the next batch
         self._hooks: list[Callable[[], None]] = [trainer_loops.before_each_batch(trainer, self._before_batch)]  # what ends each
+        self._hooks.append(trainer_loops.in_mid_epoch(trainer, lambda: self.resuming))
         loop = trainer.fit_loop
         loading = functools.partial(Loading, trainer, present=self._present_modes, restore=self._restore_modes)
         self.training_data, self._validation_data = loading(loop=loop), loading(loop=loop.epoch_loop.val_loop)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import csv
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from gemini_ft.lightning.around import Around
 from gemini_ft.lightning.trainer_callbacks import shipped_names
 from gemini_ft.trackers import goes_on, told_too_early
 
 _PLACE = ("_root_dir", "_save_dir", "_name", "_version")  # the attributes that say where a logger writes
+_ASIDE = ".aside"  # behind the name of a CSV file: its rows before some were taken out, until as many are there again
 _MOST_ROWS = 100  # that a snapshot holds because the logger has not written them to its file yet
 
 
@@ -71,6 +72,10 @@ class Logs:
         """Follows the loggers no longer."""
         for around in self._counting:
             around.end()
+        for index in self._rows:
+            writer = self._trainer.loggers[index]._experiment
+            if writer is not None and 0 < len(_read(writer, _ASIDE).rows) <= len(_read(writer).rows):
+                writer._fs.rm(writer.metrics_file_path + _ASIDE)
 
     def _files(self) -> list[tuple[int, Any]]:
         return [(index, logger) for index, logger in enumerate(self._trainer.loggers) if is_followed(logger)]
@@ -80,7 +85,7 @@ class Logs:
         writer = logger._experiment
         if writer is not None and self._trainer.is_global_zero and "CSVLogger" in shipped_names(logger):
             if index not in self._rows:
-                self._count(index, logger, len(_read(writer)[1]))
+                self._count(index, logger, len(_read(writer).rows))
             if len(writer.metrics) > _MOST_ROWS:
                 writer.save()
             state |= {"rows": self._rows[index], "pending": list(writer.metrics)}
@@ -108,14 +113,16 @@ class Logs:
             writer = logger.experiment
         finally:
             kind._check_log_dir_exists = check
-        writer.metrics_keys, written = _read(writer)
-        writer.metrics = list(pending)
-        if len(written) > rows:
-            with writer._fs.open(writer.metrics_file_path, "w", newline="") as file:
-                table = csv.DictWriter(file, fieldnames=writer.metrics_keys)
-                table.writeheader()
-                table.writerows(written[:rows])
-        return min(rows, len(written))
+        table, aside = there, _ = _read(writer), _read(writer, _ASIDE)
+        if len(table.rows) > max(rows, len(aside.rows)):
+            _write(writer, table, _ASIDE)  # a later fit of the script, which is resumed after this one, may have logged these
+        elif len(table.rows) < rows <= len(aside.rows):
+            table = aside
+        kept = _Table(table.columns, table.rows[:rows])
+        writer.metrics_keys, writer.metrics = kept.columns, list(pending)
+        if len(kept.rows) != len(there.rows):
+            _write(writer, kept)
+        return len(kept.rows)
 
 
 def _place_of(logger: Any) -> dict[str, Any]:
@@ -149,11 +156,25 @@ def _continue(logger: Any, run: str) -> None:
         logger._wandb_init["id"] = logger._id = run
 
 
-def _read(writer: Any) -> tuple[list[str], list[dict[str, str]]]:
-    """Names of the columns, and all rows, of the file that a CSVLogger writes."""
-    if not writer._fs.isfile(writer.metrics_file_path):
-        return [], []
-    with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
+class _Table(NamedTuple):
+    """A file that a CSVLogger writes."""
+
+    columns: list[str]
+    rows: list[dict[str, str]]
+
+
+def _read(writer: Any, ending: str = "") -> _Table:
+    """The file with ``ending`` behind its name; an empty table if there is none."""
+    if not writer._fs.isfile(writer.metrics_file_path + ending):
+        return _Table([], [])
+    with writer._fs.open(writer.metrics_file_path + ending, "r", newline="") as file:
         reader = csv.DictReader(file)
         rows = list(reader)
-        return list(reader.fieldnames or ()), rows
+        return _Table(list(reader.fieldnames or ()), rows)
+
+
+def _write(writer: Any, table: _Table, ending: str = "") -> None:
+    with writer._fs.open(writer.metrics_file_path + ending, "w", newline="") as file:
+        lines = csv.DictWriter(file, fieldnames=table.columns)
+        lines.writeheader()
+        lines.writerows(table.rows)

@@ -52,6 +52,22 @@ def before_positions(trainer: Any, hook: Callable[[], None]) -> None:
     around = Around(fit_loop, "_load_combined_loader_states", hook_then_load)
 
 
+def in_mid_epoch(trainer: Any, resuming: Callable[[], bool]) -> Callable[[], None]:
+    """Has loops that load their state go on in the middle of an epoch, as long as ``resuming``; returns a function that ends that.
+
+    Lightning takes an epoch for a finished one by its counters, which are off by one for good where a fit has begun with a checkpoint of a
+    file that was saved with an epoch's last batch.
+    """
+    fit_loop = trainer.fit_loop
+
+    def hooked(load: Callable[..., None], *state: Any) -> None:
+        load(*state)
+        if resuming():
+            super(type(fit_loop), type(fit_loop)).restarting.fset(fit_loop, True)
+
+    return Around(fit_loop, "load_state_dict", hooked).end
+
+
 def rerun_epoch_start(trainer: Any, package: str) -> None:
     """Calls the ``on_train_epoch_start`` hooks of a resumed epoch again."""
     progress, call = trainer.fit_loop.epoch_progress.current, importlib.import_module(f"{package}.trainer.call")
@@ -119,6 +135,7 @@ def loop_extras(trainer: Any) -> dict[str, Any]:
     now = time.monotonic()
     return {
         "should_stop": trainer.should_stop,
+        "batches": (_limits(trainer), fit_loop.max_batches, getattr(trainer, "val_check_batch", None)),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "last_reload": fit_loop._last_train_dl_reload_epoch,
         "last_validation_reload": fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch,
@@ -133,6 +150,9 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
     fit_loop, combined = trainer.fit_loop, trainer.fit_loop._combined_loader._iterator
     now = time.monotonic()
     trainer.should_stop = extras["should_stop"]
+    limits, batches, check = extras.get("batches", (None, 0, None))  # snapshots in storage may be older
+    if limits == _limits(trainer):
+        fit_loop.max_batches, trainer.val_check_batch = batches, check
     trainer.accumulate_grad_batches = extras["accumulate_grad_batches"]
     fit_loop._last_train_dl_reload_epoch = extras["last_reload"]
     fit_loop.epoch_loop.val_loop._last_val_dl_reload_epoch = extras.get("last_validation_reload", float("-inf"))
@@ -144,6 +164,15 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
     for mark, state in zip(_validation_marks(trainer), extras["validation"], strict=False):
         if state is not None and mark is not None:
             mark.load_state_dict(state)
+
+
+def _limits(trainer: Any) -> list[Any]:
+    """The settings out of which Lightning counts the batches of an epoch, and those between validations, when it has made a loader.
+
+    A batch size that hooks change later changes neither, and a process that makes the loader anew would count with the new one.
+    """
+    names = ("world_size", "limit_train_batches", "overfit_batches", "val_check_interval", "check_val_every_n_epoch")
+    return [getattr(trainer, name, None) for name in names]
 
 
 def carry_over(trainer: Any, extras: Mapping[str, Any], resize: Resize | None) -> int:

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from gemini_ft.loaders.parts import LoaderParts
 from gemini_ft.loaders.workers import WorkerStates
+from gemini_ft.state.fields import fields_of, is_a
 from gemini_ft.state.remembered import AttributeSwap, Values
 from gemini_ft.state.rng import generator_states, process_randomness, set_generator_states
+from gemini_ft.state.values import Opaque, is_same, snapshot
 
 log = logging.getLogger(__name__)
 _LOOKED_AT = 8  # indices
@@ -157,9 +160,33 @@ class Between:
             "load_state_dict, or say with data_resume='skip' that batches do not depend on it",
         )
 
+    def first_of(self, batches: Iterator[Any]) -> Any:
+        """The first batch; names attributes of modules that making it changes, if a method of theirs is what the dataset calls."""
+        marks = [(module, name, snapshot(value)) for module in self._makers() for name, value in _public(module)]
+        batch = next(batches)
+        self._name(
+            [f"{type(module).__name__}.{name}" for module, name, mark in marks if not _is_as(mark, vars(module).get(name))],
+            "batches of a %s are made by the model, whose attributes %s change with them: after a failure those of the epoch are made "
+            "again with the model and its attributes as they are then, and may be others. Make batches of what the dataset holds itself, "
+            "give the loader state_dict and load_state_dict, or make them in training_step",
+        )
+        return batch
+
+    def _makers(self) -> list[Any]:
+        owners = [getattr(value, "__self__", None) for value in fields_of(getattr(self._loader, "dataset", self._loader)).values()]
+        return [owner for owner in owners if is_a(owner, nn.Module)]
+
     def _name(self, paths: list[str], text: str) -> None:
         """Says once in a job, on its first rank, what no snapshot can have: ``text``, of the class of the dataset and of paths."""
         fresh = sorted(set(paths) - self.named)
         self.named.update(fresh)
         if fresh and not (dist.is_initialized() and dist.get_rank()):
             log.warning(text, type(getattr(self._loader, "dataset", self._loader)).__name__, ", ".join(fresh[:5]))
+
+
+def _public(module: nn.Module) -> list[tuple[str, Any]]:
+    return [(name, value) for name, value in vars(module).items() if not name.startswith("_") and name != "training"]
+
+
+def _is_as(mark: Any, value: Any) -> bool:
+    return mark.is_now(value) if type(mark) is Opaque else is_same(snapshot(value), mark)

@@ -372,7 +372,7 @@ class Bookmark:
                 if self._way == "own":
                     self._own_before_last = self._own_state()
             try:
-                item = next(inner)
+                item = self._between.first_of(inner) if is_first and self._way == "replay" else next(inner)
             except StopIteration:
                 # For Fabric the epoch is over. Lightning may be cycling through other, longer loaders.
                 self._running = self._running and self._epoch is not None

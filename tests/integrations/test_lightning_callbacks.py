@@ -12,6 +12,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import lightning.pytorch.callbacks as shipped
@@ -25,6 +26,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric
 
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.lightning.trainer_loggers import Logs
 
 __all__ = ["fit"]  # the fixture
 pytestmark = [
@@ -312,6 +314,38 @@ def test_a_csv_goes_on_in_its_version(kind: Any, fit: Callable[..., Case], tmp_p
     fit(Logging, table, "gemini", logger=CSVLogger(tmp_path, "ours", flush_logs_every_n_steps=4), **options)
     assert [path.name for path in (tmp_path / "ours").iterdir()] == ["version_0"]
     assert rows_of(tmp_path / "ours" / "version_0") == rows_of(tmp_path / "plain" / "version_0")
+
+
+def test_rows_that_a_later_fit_had_logged_are_there_when_that_is_resumed(tmp_path: Path) -> None:
+    """The fits of a script are resumed one after the other, the first at its end; a failure may come in between."""
+
+    def started() -> tuple[CSVLogger, SimpleNamespace]:
+        logger = CSVLogger(tmp_path, "log")
+        return logger, SimpleNamespace(loggers=[logger], is_global_zero=True)
+
+    def log(logger: CSVLogger, steps: range) -> None:
+        for step in steps:
+            logger.log_metrics({"loss": float(step)}, step)
+        logger.save()
+
+    logger, trainer = started()
+    log(logger, range(3))
+    first = Logs(trainer, "lightning.pytorch").state()
+    log(logger, range(3, 6))
+    second = Logs(trainer, "lightning.pytorch").state()
+    log(logger, range(6, 7))
+    for _ in range(2):
+        logger, trainer = started()
+        logs = Logs(trainer, "lightning.pytorch")
+        logs.go_on(first, 3, is_same_launch=True)
+        logs.close()
+        assert [row["step"] for row in rows_of(tmp_path / "log" / "version_0")] == ["0", "1", "2"]
+    logs = Logs(trainer, "lightning.pytorch")
+    logs.go_on(second, 6, is_same_launch=True)
+    log(logger, range(6, 8))
+    logs.close()
+    assert [row["step"] for row in rows_of(tmp_path / "log" / "version_0")] == [str(step) for step in range(8)]
+    assert not [*tmp_path.rglob("*.aside")]
 
 
 @pytest.mark.parametrize("launch", ["the same", "another"])

@@ -27,6 +27,7 @@ import gemini_ft.lightning
 from gemini_ft.agent import lifecycle
 from gemini_ft.errors import ConfigError, LayoutMismatchError, StateError
 from gemini_ft.launch.notes import notes_of_workers
+from gemini_ft.lightning.trainer_loops import in_mid_epoch
 from gemini_ft.state import codec
 from gemini_ft.testing import first_difference
 
@@ -270,6 +271,16 @@ def test_the_interval_counts_optimizer_steps(fit: Callable[..., Model]) -> None:
     with pytest.raises(Boom):
         fit({"at": 5, "do": crash}, strategy=gemini_ft.lightning.GeminiStrategy(interval=2))
     assert fit(strategy=gemini_ft.lightning.GeminiStrategy(interval=2)).steps[0] in (2, 4)
+
+
+@pytest.mark.parametrize("is_resuming", [True, False])
+def test_loops_that_load_a_snapshot_are_in_the_middle_of_an_epoch_whatever_their_counters_say(is_resuming: bool) -> None:
+    """A fit that begins with a file saved with an epoch's last batch counts its epochs so that Lightning takes each for a finished one."""
+    fit_loop = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False).fit_loop
+    end = in_mid_epoch(fit_loop.trainer, lambda: is_resuming)
+    fit_loop.load_state_dict(fit_loop.state_dict())
+    assert fit_loop.restarting == fit_loop.epoch_loop.restarting == is_resuming
+    end()
 
 
 # --- Fabric

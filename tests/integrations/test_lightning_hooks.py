@@ -390,6 +390,24 @@ def test_ends_with_the_bits_of_an_undisturbed_fit(name: str, fit: Callable[..., 
     assert weights(resumed) == weights(plain)
 
 
+class Doubling(Case):
+    """Its batches grow with each epoch, in a loader that stays."""
+
+    def on_train_epoch_end(self) -> None:
+        self.trainer.train_dataloader.batch_sampler.batch_size *= 2
+
+
+def test_batches_are_counted_as_when_their_loader_was_made(fit: Callable[..., Case]) -> None:
+    """Lightning counts them once, and validates after so many."""
+    plain = fit(Doubling, table, "ddp")
+    with pytest.raises(Boom):
+        fit(Doubling, table, "gemini", (1, 2))
+    resumed = fit(Doubling, table, "gemini")
+    assert (resumed.trainer.num_training_batches, resumed.trainer.val_check_batch) == (6, 6)
+    assert (plain.trainer.num_training_batches, plain.trainer.val_check_batch) == (6, 6)
+    assert weights(resumed) == weights(plain)
+
+
 def test_settings_that_a_restarted_script_gives_anew_stay(fit: Callable[..., Case], caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(Boom):
         fit(Setting, table, "gemini", CRASH, gradient_clip_val=1.0)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, OwnEpochs, Stream, check_going_on, shuffled
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     ChainDataset,
@@ -507,6 +508,36 @@ def test_a_position_of_an_older_snapshot_knows_nothing_of_what_was_named_and_of_
     state["loader"]["lost_here"] = ["sampler.0.order"]
     (after := Job(make, resumable=True, seed=99)).run(range(1, EPOCHS), first=state)
     assert before.seen + after.seen == plain.seen
+
+
+class Playing(nn.Module):
+    """A model that plays a game, of which its training data is made; ``is_still``: it changes nothing of its own."""
+
+    def __init__(self, is_still: bool) -> None:
+        super().__init__()
+        self.is_still, self.place = is_still, [0.0]
+
+    def play(self) -> Iterator[float]:
+        for turn in range(9):
+            self.place = self.place if self.is_still else [*self.place[-2:], random.random()]
+            yield turn + self.place[-1]
+
+
+class Experience(IterableDataset[float]):
+    def __init__(self, generate: Callable[[], Iterator[float]]) -> None:
+        self.generate = generate
+
+    def __iter__(self) -> Iterator[float]:
+        return self.generate()
+
+
+@pytest.mark.parametrize("is_still", [False, True])
+def test_batches_that_the_model_makes_are_named_if_that_changes_it(is_still: bool, caplog: pytest.LogCaptureFixture) -> None:
+    loader = make_resumable(DataLoader(Experience(Playing(is_still).play), 3))
+    for _ in range(3):
+        list(loader)
+    named = [text for text in caplog.messages if "are made by the model, whose attributes Playing.place change" in text]
+    assert len(named) == (not is_still)
 
 
 def test_what_is_shuffled_before_the_first_epoch_is_not_named(caplog: pytest.LogCaptureFixture) -> None:
