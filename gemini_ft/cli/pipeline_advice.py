@@ -29,7 +29,7 @@ _SAMPLE = 2**20  # elements of which compressing is timed
 _FEW = 8  # ranks, the payloads of which are read then
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Way:
     """One way to exchange all gradients: bytes and seconds of a step, the mean over a period of local steps."""
 
@@ -69,7 +69,8 @@ def ways(model: nn.Module, costs: Costs, computing: float | None, ranks: int) ->
         if computing is not None:
             step = computing + exchange if rule.is_local else computing * (1 - BACKWARD) + max(computing * BACKWARD, exchange)
         words = known.words if known.words != inf else None
-        found.append(Way(name, wire, network, compressing, step, known.accuracy, words))
+        way = Way(name=name, wire_bytes=wire, network=network, compressing=compressing, step=step, accuracy=known.accuracy, words=words)
+        found.append(way)
     return sorted(found, key=lambda way: way.compared)
 
 

@@ -28,8 +28,8 @@ from torch.utils.data import DistributedSampler
 
 import gemini_ft
 from gemini_ft.compression.sparse import TopK
-from gemini_ft.pipeline import host_groups, tuner
-from gemini_ft.pipeline.qualities import LOCAL
+from gemini_ft.pipeline import host_groups
+from gemini_ft.pipeline.qualities import LOCAL, WAYS
 from gemini_ft.pipeline.routes import Plain
 from gemini_ft.pipeline.rules import load_rules
 from gemini_ft.pipeline.telemetry import Telemetry
@@ -504,7 +504,7 @@ def chosen_by_words(words: float) -> None:
 
     whole = Candidates.of
     patch.object(Candidates, "of", of).start()
-    patch.dict(tuner.WAYS, {LOCAL: replace(tuner.WAYS[LOCAL], words=words)}).start()
+    patch.dict(WAYS, {LOCAL: replace(WAYS[LOCAL], words=words)}).start()
 
 
 @dataclass
@@ -522,7 +522,8 @@ class Chosen:
         self.synchronizer = gemini_ft.GradientSynchronizer(self.wrapped, [self.rule], profile_steps=2)
 
     def load(self, state: list[Any]) -> None:
-        for part, value in zip((self.model, self.optimizer, self.synchronizer), copy.deepcopy(state), strict=False):
+        parts: tuple[Any, ...] = (self.model, self.optimizer, self.synchronizer)
+        for part, value in zip(parts, copy.deepcopy(state), strict=False):
             part.load_state_dict(value)
 
     def train(self, begin: int, end: int = 64) -> str:
@@ -550,7 +551,7 @@ def goes_apart(ddp: bool) -> list[bool]:
         since = chosen.alone_since
         assert since is not None
         states = dict(chosen.states)
-        by_hand = Chosen(ddp, rule={"params": "*", **tuner.WAYS[LOCAL].rule})
+        by_hand = Chosen(ddp, rule={"params": "*", **WAYS[LOCAL].rule})
         with closing(by_hand.synchronizer):
             first = since if ddp else since + 1  # DDP's next backward pass notices that a step is over
             by_hand.load(states[first - 1][:2])
