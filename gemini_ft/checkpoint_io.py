@@ -214,7 +214,8 @@ class FromMemory:
 
     def _put(self, tensor_of: Callable[[_Part], torch.Tensor | None]) -> None:
         for path, content, _ in self._files:
-            super().save_checkpoint(copy.deepcopy(content, {_FILL: tensor_of}), path)  # type: ignore[misc]
+            memo: dict[Any, Any] = {_FILL: tensor_of}
+            super().save_checkpoint(copy.deepcopy(content, memo), path)  # type: ignore[misc]
         for path in self._removed:
             super().remove_checkpoint(path)  # type: ignore[misc]
 

@@ -186,3 +186,12 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
     assert (text in caplog.text) == (not is_there)
     if is_there:
         same(loaded(folder), {"step=8.ckpt": loaded(tmp_path / "plain")["step=8.ckpt"]})
+
+
+def test_a_fit_goes_on_with_it_that_had_begun_without(fit: Callable[..., Case], tmp_path: Path, written: dict[str, str]) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True}
+    with pytest.raises(Boom):
+        fit(Case, table, "gemini", CRASH, callbacks=[saving(tmp_path)], **options)
+    fit(Case, table, "gemini", callbacks=[saving(tmp_path)], plugins=[GeminiCheckpointIO()], **options)
+    assert written["step=8.ckpt"] == "MainThread"
+    assert written["step=10.ckpt"] == "gemini-files"
