@@ -68,7 +68,7 @@ KEPT = {
         checkpoints.FORMAT_VERSION, [checkpoints.Manifest, checkpoints.Mark, LAYOUT, *SMALL_STATE], "19705c103d3443b0"
     ),
     "agent.memory.slot_memory.FORMAT": Kept(
-        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "50d28b860031760e"
+        slot_memory.FORMAT, ["agent.memory.slot_memory:SlotMemory._write_header", LAYOUT, *SMALL_STATE], "668cae764d28be80"
     ),
     "wire.messages.PROTOCOL_VERSION": Kept(
         messages.PROTOCOL_VERSION,
