@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,7 +35,7 @@ _log = logging.getLogger("gemini_ft")
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _StandIn:
     """Stands for a tensor in what is kept of a checkpoint; a copy of that, made under a memo with `_FILL`, has the tensor in its place."""
 
     name: str  # as snapshots call it
@@ -47,13 +47,14 @@ class _Part:
         return tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _Part, (self.name,)
+        return _StandIn, (self.name,)
 
 
-class _File(NamedTuple):
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _LateFile:
     path: str
-    content: Any  # with `_Part`s
-    parts: list[_Part]
+    content: Any  # with stand-ins
+    parts: list[_StandIn]
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class _Late:
     """The files that are not written yet, in a snapshot; of a type of its own, so that a pickle keeps the attributes of what they hold."""
 
     step: int
-    files: list[_File]
+    files: list[_LateFile]
     removed: list[str]
 
 
@@ -72,7 +73,7 @@ class FromMemory:
         super().__init__(checkpoint_io)  # type: ignore[call-arg]
         self._checkpointer: Checkpointer | None = None
         self._step = 0  # of the files
-        self._files: list[_File] = []  # that are not there yet
+        self._files: list[_LateFile] = []  # that are not there yet
         self._removed: list[str] = []  # paths of files that are to go when those are there
         self._writing: Future[None] | None = None
 
@@ -90,7 +91,7 @@ class FromMemory:
             return
         self._step, self._files, self._removed = late.step, late.files, late.removed
         try:
-            self._write(_opened(run, stream, late.step, self._names))
+            self._write(shards_of(run, stream, late.step, self._names))
         except GeminiError as error:
             _log.warning("%s: not known to be written before the failure, and it cannot be now: %s", ", ".join(self.unwritten()), error)
         self._files, self._removed = [], []
@@ -110,7 +111,7 @@ class FromMemory:
             return
         self._forget(str(path))
         self._step = checkpoint["global_step"]
-        self._files.append(_File(str(path), content, list(parts.values())))
+        self._files.append(_LateFile(path=str(path), content=content, parts=list(parts.values())))
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a file; one that others are to take the place of goes when these are there."""
@@ -133,7 +134,7 @@ class FromMemory:
         why = self._checkpointer.stats.aborted.get(self._step, f"step {self._step} has no snapshot")
         try:
             if self._checkpointer.is_committed(self._step):
-                shards = _opened(self._checkpointer.run, self._checkpointer.name, self._step, self._names)
+                shards = shards_of(self._checkpointer.run, self._checkpointer.name, self._step, self._names)
         except GeminiError as error:
             why = str(error)
         if not shards:
@@ -212,9 +213,10 @@ class FromMemory:
                 shard.close()
         self._put(lambda part: tensors[part.name])
 
-    def _put(self, tensor_of: Callable[[_Part], torch.Tensor | None]) -> None:
-        for path, content, _ in self._files:
-            super().save_checkpoint(copy.deepcopy(content, {_FILL: tensor_of}), path)  # type: ignore[misc]
+    def _put(self, tensor_of: Callable[[_StandIn], torch.Tensor | None]) -> None:
+        for file in self._files:
+            memo: dict[Any, Any] = {_FILL: tensor_of}
+            super().save_checkpoint(copy.deepcopy(file.content, memo), file.path)  # type: ignore[misc]
         for path in self._removed:
             super().remove_checkpoint(path)  # type: ignore[misc]
 
@@ -229,11 +231,11 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.device
 
 
-def _parts(checkpoint: dict[str, Any], live: Iterable[Live]) -> dict[int, _Part]:
+def _parts(checkpoint: dict[str, Any], live: Iterable[Live]) -> dict[int, _StandIn]:
     """Id of a tensor of the checkpoint -> what stands for it: for those whose memory is that of a parameter or of optimizer state."""
     names = {_place(each.tensor): each.same_as or each.name for each in live if each.role is not Role.BUFFER and each.tensor.numel()}
     given = _tensors([checkpoint.get("state_dict"), checkpoint.get("optimizer_states")])
-    return {id(each): _Part(names[place], each, _mark(each)) for each in given if (place := _place(each)) in names}
+    return {id(each): _StandIn(names[place], each, _mark(each)) for each in given if (place := _place(each)) in names}
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
@@ -244,7 +246,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(item)
 
 
-def _opened(run: str, stream: str, step: int, names: set[str]) -> Sequence[RememberedShard]:
+def shards_of(run: str, stream: str, step: int, names: set[str]) -> Sequence[RememberedShard]:
     """The shards of a step, which stay in memory until they are closed. Raises RecoveryError: not all these tensors can be had."""
     for memory in remembered(run):
         if memory.stream == stream:

@@ -286,7 +286,7 @@ def test_it_shows_the_figures_of_every_host_on_any_screen(browser: Browser, tmp_
             if job is lost:
                 assert rows[0][0].startswith("host2, away for ")
                 lacking = next(of["account"]["spares"]["lacking"] for of in hosts.values() if not of["heard"])
-                assert f"hosts lacking{lacking}" in browser.run("document.getElementById('job').textContent"), "as the host that is here says"
+                assert f"hosts lacking{lacking}" in browser.run("document.getElementById('job').textContent")
             tree = browser.tell("Accessibility.getFullAXTree")["nodes"]
             named = {(node["role"]["value"], node.get("name", {}).get("value", "")) for node in tree if not node["ignored"]}
             assert {("heading", "Last failures"), ("table", "Hosts"), ("combobox", "Host"), ("rowheader", rows[0][0])} <= named

@@ -92,14 +92,14 @@ def test_files_of_steps_without_a_snapshot_or_whose_copies_are_gone_are_written_
     caplog.set_level(logging.INFO, "gemini_ft")
     options: dict[str, Any] = {"enable_checkpointing": True, "seed": None}
     fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], **options)
-    opened = checkpoint_io._opened
+    opened = checkpoint_io.shards_of
 
     def missing(run: str, stream: str, step: int, names: set[str]) -> Any:
         if step == 6:
             raise RecoveryError("its copies are gone")
         return opened(run, stream, step, names | {"model.more"} if step == 12 else names)
 
-    monkeypatch.setattr(checkpoint_io, "_opened", missing)
+    monkeypatch.setattr(checkpoint_io, "shards_of", missing)
     mine = {"plugins": [GeminiCheckpointIO()], "strategy_options": {"interval": 3}}
     fit(Case, table, "gemini", callbacks=[saving(tmp_path / "mine")], **options, **mine)
     assert {*written.values()} == {"MainThread"}
@@ -177,7 +177,7 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
         fit(Dying, table, "gemini", CRASH, callbacks=[newest], **options)
     alive.set()
     if not is_there:
-        monkeypatch.setattr(checkpoint_io, "_opened", missing)
+        monkeypatch.setattr(checkpoint_io, "shards_of", missing)
     with pytest.raises(Boom):
         fit(Case, table, "gemini", (1, 4), callbacks=[newest], **options)
     newest()
@@ -186,3 +186,12 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
     assert (text in caplog.text) == (not is_there)
     if is_there:
         same(loaded(folder), {"step=8.ckpt": loaded(tmp_path / "plain")["step=8.ckpt"]})
+
+
+def test_a_fit_goes_on_with_it_that_had_begun_without(fit: Callable[..., Case], tmp_path: Path, written: dict[str, str]) -> None:
+    options: dict[str, Any] = {"enable_checkpointing": True}
+    with pytest.raises(Boom):
+        fit(Case, table, "gemini", CRASH, callbacks=[saving(tmp_path)], **options)
+    fit(Case, table, "gemini", callbacks=[saving(tmp_path)], plugins=[GeminiCheckpointIO()], **options)
+    assert written["step=8.ckpt"] == "MainThread"
+    assert written["step=10.ckpt"] == "gemini-files"

@@ -30,7 +30,7 @@ class Tied(pl.LightningModule):
         self.last.weight = self.first.weight
 
     def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-        loss = (self.last(self.norm(self.first(batch[0]))) - batch[0]).square().mean()
+        loss: torch.Tensor = (self.last(self.norm(self.first(batch[0]))) - batch[0]).square().mean()
         self.log("loss", loss, sync_dist=True)
         return loss
 
