@@ -102,7 +102,7 @@ def on_decision(world: World, stream: Stream, message: PeerMessage) -> None:
             assert session.failover.leader is not None
             book = session.failover.leader.book
             world.commits += 1
-            faults.on_commit(world)
+            faults.on_commit(world, name, message.version)
             facts["epoch"], facts["leads_in"] = session.succession.epoch, session.failover.leader._epoch
             facts["folder"] = checkpoint_folder(world.run, stream.context.name, message.version)
             facts["copies"] = copies(world, world.hosts, message.version).get(text(message.version), {})

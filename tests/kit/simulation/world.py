@@ -16,6 +16,7 @@ from typing import Any
 
 from gemini_ft.agent.stream import Stream
 from gemini_ft.config import GeminiConfig
+from gemini_ft.core.versions import Version
 from gemini_ft.errors import AgentError, GeminiError
 from gemini_ft.hosts import began
 from gemini_ft.wire.worker_messages import Launch
@@ -72,7 +73,7 @@ class World:
         self.linger = 3600.0
         self.boot_seconds = 60.0  # of a host that has lost its power, in the mean
         self.misspeaking = self.forging = 0  # checksums that ranks say, and roots that agents form, in which a bit flips
-        self.is_forged = False  # since one was, nothing has been committed
+        self.forged: tuple[str, Version] | None = None  # host and version of the last such copy, until that is committed
         self.hosts = [Host(f"h{number}") for number in range(self.width + 1)]
         self.fault_seconds = rng.choice([4.0, 8.0, 20.0])
         self.grace = rng.choice([4.0, 4.0, 20.0])  # seconds for which a worker may outlive its attempt
