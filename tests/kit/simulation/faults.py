@@ -117,22 +117,18 @@ def _misspeak(world: World) -> None:
 
 
 def _forge(world: World) -> None:
-    """A bit flips in the root that an agent has formed of a replica, before it tells anybody (`on_commit`)."""
+    """A bit flips in the root that an agent has formed of a replica, before it tells anybody (`forged`)."""
     world.forging += 1 if world.is_quiet else world.rng.choice([1, 3])
 
 
-def on_commit(world: World, leader: str, version: Version) -> None:
-    """The host with a forged copy does not hear of its commit: the agent that leads dies before it can say so, and ranks choose at once."""
-    if world.forged is None or leader == world.forged[0] or version < world.forged[1]:
-        return
-    (host, _), world.forged = world.forged, None
+def forged(world: World, host: str) -> None:
+    """Sees to it, now and then, that this host does not hear what is committed next, and that ranks choose then."""
     if world.is_quiet or world.rng.random() < 0.3:
         return
-    world.record("one way", near=leader, far=host, seconds=2.0)
-    world.network.block(leader, host, 2.0)
-    now = world.loop.time()
-    world.loop.outside(now + 0.3, _kill_leader, world)
-    world.loop.outside(now + world.rng.uniform(0.0, 0.3), _restart_all, world)
+    for near in [agent.host.name for agent in world.leading if agent.host.name != host]:
+        world.record("one way", near=near, far=host, seconds=6.0)
+        world.network.block(near, host, 6.0)
+    world.loop.outside(world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.0), _restart_all, world)
 
 
 def _bypass(world: World, tries: int = 20) -> None:

@@ -38,6 +38,7 @@ from gemini_ft.worker import session as joining
 from simulation import network as networking
 from simulation import recorded, visitor
 from simulation.audit import Audit
+from simulation.faults import forged
 from simulation.loop import PROCESS, Lock, Process, sleep, within
 from simulation.made import text
 from simulation.storage import SimulatedStorage
@@ -98,7 +99,7 @@ def seams(world: World) -> Iterator[None]:
                     f"{int(memory.root, 16) ^ 1 << world.rng.randrange(64):0{len(memory.root)}x}",
                 )
                 world.record("flip", host=process.host, owner=memory.shape.owner, version=text(version))
-                world.forged = process.host, version
+                forged(world, process.host)
         return whole
 
     def owns(host: str, owner: int) -> bool:
