@@ -122,20 +122,13 @@ def _forge(world: World) -> None:
 
 
 def forged(world: World, host: str) -> None:
-    """Sees to it, mostly, that this host does not hear what is committed next, and that ranks choose right after that (`on_commit`)."""
+    """Sees to it, now and then, that this host does not hear what is committed next, and that ranks choose then."""
     if world.is_quiet or world.rng.random() < 0.3:
         return
     for near in [agent.host.name for agent in world.leading if agent.host.name != host]:
-        world.record("one way", near=near, far=host, seconds=12.0)
-        world.network.block(near, host, 12.0)
-        world.is_forged = True
-
-
-def on_commit(world: World) -> None:
-    """A leader has decided a commit: where a copy of it may have another root than its writer's, ranks choose next."""
-    if world.is_forged:
-        world.is_forged = False
-        world.loop.outside(world.loop.time() + world.rng.uniform(0.0, 0.3), _restart_all, world)
+        world.record("one way", near=near, far=host, seconds=6.0)
+        world.network.block(near, host, 6.0)
+    world.loop.outside(world.loop.time() + min(4.0, world.step) * world.rng.uniform(0.1, 1.0), _restart_all, world)
 
 
 def _bypass(world: World, tries: int = 20) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import heapq
+import importlib
 import itertools
 import threading
 import traceback
@@ -21,9 +22,8 @@ from typing import Any, ClassVar, TypeVar
 
 from gemini_ft.errors import StorageError
 
-greenlet: Any
 try:
-    import greenlet
+    greenlet: Any = importlib.import_module("greenlet")
 except ImportError:
     greenlet = None  # threads do the same, slower
 

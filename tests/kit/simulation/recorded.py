@@ -16,7 +16,6 @@ from gemini_ft.storage import checkpoints
 from gemini_ft.storage.checkpoints import MANIFEST, Manifest, checked, checkpoint_folder
 from gemini_ft.storage.shard import ShardRecord
 from gemini_ft.wire.peer_messages import PeerMessage
-from simulation import faults
 from simulation.loop import PROCESS
 from simulation.made import EXTRAS, checksums, content, text
 from simulation.storage import READING
@@ -102,7 +101,6 @@ def on_decision(world: World, stream: Stream, message: PeerMessage) -> None:
             assert session.failover.leader is not None
             book = session.failover.leader.book
             world.commits += 1
-            faults.on_commit(world)
             facts["epoch"], facts["leads_in"] = session.succession.epoch, session.failover.leader._epoch
             facts["folder"] = checkpoint_folder(world.run, stream.context.name, message.version)
             facts["copies"] = copies(world, world.hosts, message.version).get(text(message.version), {})

@@ -61,7 +61,7 @@ class World:
         self.haste = rng.choice([0.0, 0.3, 0.8])  # probability that a fault strikes while ranks join
         self.run, self.numbers, self.pids = f"simulated-{seed}", itertools.count(1), itertools.count(1_000_000)
         self.nbytes, self.width = rng.choice([64, 512, 1536]), rng.choice([3, 3, 5])
-        self.per_host = 1 if ranks else Random(f"{seed}: ranks of a host").choice([1, 1, 2])
+        self.per_host = 1 if ranks or seed % 3 else 2
         self.width = ranks or self.width  # hosts that the job needs
         self.ranks = self.width * self.per_host
         self.growth = rng.choice([0, 0, 7, 40])  # steps after which the state has another size; 0: never
@@ -72,7 +72,6 @@ class World:
         self.linger = 3600.0
         self.boot_seconds = 60.0  # of a host that has lost its power, in the mean
         self.misspeaking = self.forging = 0  # checksums that ranks say, and roots that agents form, in which a bit flips
-        self.is_forged = False  # since one was, nothing has been committed
         self.hosts = [Host(f"h{number}") for number in range(self.width + 1)]
         self.fault_seconds = rng.choice([4.0, 8.0, 20.0])
         self.grace = rng.choice([4.0, 4.0, 20.0])  # seconds for which a worker may outlive its attempt
