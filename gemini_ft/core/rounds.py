@@ -18,7 +18,7 @@ _Stretch = tuple[str, int, int, str, int, int]  # holder, from and to (copies); 
 
 
 class Holdings:
-    """Who holds what in a session, and the pairs of an owner and a holder that do not count, ``excluded``.
+    """The hosts that hold the copies of a session, and the pairs of an owner and a holder that do not count, ``excluded``.
 
     ``holders``: owner -> hosts, the owner's own first; never changed.
     """
