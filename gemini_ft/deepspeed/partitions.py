@@ -139,7 +139,8 @@ def written_weights(engine: Any) -> list[str]:
     flat, names = dict(masters(engine)), {id(param): name for name, param in engine.module.named_parameters()}
     for master, offset, param, start, stop in _of_masters(engine):
         if start < stop:
-            own = param.ds_tensor[: stop - start] if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3) else param.flatten()[start:stop]
+            part: torch.Tensor | None = getattr(param, "ds_tensor", None)  # of ZeRO 3
+            own = param.flatten()[start:stop] if part is None else part[: stop - start]
             due = flat[master].flatten()[offset : offset + stop - start].to(own)
             is_cast = own.is_floating_point()  # quantized ones (zero_quantized_weights) are none
             if is_cast and not torch.equal(own.view(torch.uint8), due.view(torch.uint8)):  # bits: a NaN equals itself
