@@ -254,7 +254,7 @@ def writes_weights(stage: int, bf16: bool, how: str) -> list[str]:
 
     gemini_ft.init_process_group("gloo")
     told = Recorded()
-    net = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
+    net: Any = nn.Sequential(nn.Linear(8, 64), nn.Linear(64, 1))
     engine = start(Case(stage, bf16=bf16), net)
     for step in range(6):
         engine.backward(engine(torch.randn(4, 8, dtype=net[0].weight.dtype)).float().square().mean())
