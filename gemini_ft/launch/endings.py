@@ -59,7 +59,7 @@ _POLL = 0.1  # seconds
 _UNHEARD_SECONDS = 0.5  # for the agent to say which hosts it has lost: other launchers wait for this one
 _HANG_SECONDS = 0.5  # for the agent to say why workers were killed: a restart waits for it
 _OVER = (WorkerState.FAILED, WorkerState.SUCCEEDED)
-_WELL = "gemini/well"  # key in the store of an attempt, and the number of a host whose workers have all ended well
+_WELL = "gemini/well"  # in the store of an attempt: the number of hosts whose workers have all ended well
 _REPORTS = "launch-"  # how the names of folders for reports begin
 _KEPT = 20  # folders for reports of jobs that have failed
 _log = logging.getLogger(__name__)
@@ -271,14 +271,14 @@ class Endings:
         try:
             if self.success is None:
                 self.success, self._success_until = result, time.monotonic() + agent._exit_barrier_timeout
-                store.set(f"{_WELL}/{group.group_rank}", "")
-            if store.check([f"{_WELL}/{number}" for number in range(size)]):
+                store.add(_WELL, 1)
+            if store.add(_WELL, 0) >= size:
                 return result
         except DistError:  # the store is lost, and with it perhaps its host
             return result
         if time.monotonic() < self._success_until:
             return RunResult(WorkerState.HEALTHY)
-        agent._exit_barrier_timeout = 0.0  # it has been waited for here
+        agent._exit_barrier_timeout = 0.001  # it has been waited for here; of 0, stores in files make no end
         return result
 
     @property

@@ -132,9 +132,9 @@ def run(program: Sequence[str], copy: str | None = None) -> None:
         sys.last_exc = error  # type: ignore[attr-defined]  # from Python 3.12 on
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(status if isinstance(status, int) else 1)
-    _end_well()
     if hooks.at_end:
         _leave(0)
+    _end_well()
 
 
 def _end_well() -> None:
@@ -156,10 +156,12 @@ def _leave(status: int) -> None:
         except Exception as error:
             record(error)
             raise
+        _end_well()
     atexit._run_exitfuncs()
-    for stream in [item for item in gc.get_objects() if issubclass(type(item), _STREAM) and not item.closed]:  # no proxy is asked
+    for stream in [item for item in gc.get_objects() if issubclass(type(item), _STREAM)]:  # no proxy is asked
         try:
-            stream.flush()
+            if not stream.closed:  # of one that is detached, as a script's sys.stdout may be, that is an error, too
+                stream.flush()
         except Exception:
             status = 120 if stream is sys.stdout and not status else status  # as Python itself ends then
     os._exit(status)

@@ -67,7 +67,7 @@ class OwnAttempt:
         self.is_of_others = self.has_arrived = False
         self.refusal = ""
         with torch.enable_grad():
-            self._oldest = torch.ones((), requires_grad=True) * 1  # of all graphs of this attempt
+            self._oldest = torch.ones((), requires_grad=True, device="cpu") * 1  # of all graphs of this attempt
 
     def await_order(self) -> tuple[dict[str, str], list[int]]:
         """The next attempt's environment and standard streams, once the launcher has sent them.

@@ -183,7 +183,7 @@ def test_a_host_whose_workers_have_ended_takes_part_in_a_restart_until_all_have(
     drain = HostDrain("no such run", 0.0, None)
     with notes_of_workers() as notes, final_endings(notes, "no such run", drain, well(notes), interval=0.01):
         if other == "had the store":
-            agent._store = Mock(set=Mock(side_effect=DistNetworkError))
+            agent._store = Mock(add=Mock(side_effect=DistNetworkError))
             assert state() is WorkerState.SUCCEEDED
             return
         assert [state(), state()] == [WorkerState.HEALTHY] * 2
@@ -193,14 +193,14 @@ def test_a_host_whose_workers_have_ended_takes_part_in_a_restart_until_all_have(
             assert state() is WorkerState.HEALTHY
             assert len(looks) == 2
         elif other == "ends well, too":
-            store.set("gemini/well/1", "")
+            store.add("gemini/well", 1)
             assert state() is WorkerState.SUCCEEDED
             assert agent._exit_barrier_timeout == 0.3
         else:
             while state() is WorkerState.HEALTHY:
                 assert time.monotonic() - begin < 30.0
             assert time.monotonic() - begin > 0.3
-            assert agent._exit_barrier_timeout == 0.0
+            assert agent._exit_barrier_timeout == 0.001
 
 
 def test_ranks_that_have_ended_well_before_others_failed_are_named(

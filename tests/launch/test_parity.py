@@ -118,7 +118,8 @@ def test_endings(case: str, tmp_path: Path) -> None:
 
 
 FAILS = """
-import atexit, sys, threading, time
+import atexit, io, sys, threading, time
+sys.stdout = io.TextIOWrapper(sys.stdout.detach())
 class Last:
     def __del__(self, sleep=time.sleep, seconds=float(sys.argv[1])):
         sleep(seconds)
