@@ -143,6 +143,18 @@ def test_a_script_that_fails_ends_as_under_python_but_is_not_taken_apart(tmp_pat
     assert time.monotonic() - begin < 30.0
 
 
+@pytest.mark.parametrize(("hook", "status", "said"), [("print", 0, "ended=3\n"), ("1 .real", 1, "")])
+def test_a_script_has_ended_well_only_once_what_is_called_at_its_end_has(hook: str, status: int, said: str, tmp_path: Path) -> None:
+    """DeepSpeed's last snapshot may fail there; the launcher had named the rank as one that had ended with status 0."""
+    script, notes = tmp_path / "ends.py", tmp_path / "notes"
+    for path in (script, notes):
+        path.touch()
+    program = f"from gemini_ft.launch import hooks, script; hooks.at_end[lambda: ({hook})()] = None; script.run([{str(script)!r}])"
+    environ = os.environ | {"GEMINI_NOTES_FILE": str(notes), "RANK": "3"}
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, notes.read_text()) == (status, said), done.stderr
+
+
 ODD = ["a b/ü'$x.py", "link.py", "-m module", "-m package", "-m cProfile -s calls script.py"]
 ENVIRONMENTS = [{"PYTHONDEVMODE": "1"}, {"PYTHONWARNINGS": "error::ResourceWarning"}, {"PYTHONHASHSEED": "7"}, {"PYTHONSAFEPATH": "1"}]
 
