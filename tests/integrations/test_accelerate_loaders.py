@@ -141,7 +141,7 @@ def test_generators_of_accelerates_samplers_are_the_loaders(caplog: pytest.LogCa
 
 
 def test_the_count_of_local_sgd_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    local_sgd = pytest.importorskip("accelerate.local_sgd").LocalSGD
+    local_sgd = pytest.importorskip("accelerate.local_sgd", reason="needs accelerate: pip install accelerate").LocalSGD
     model = torch.nn.Linear(2, 2)
     for enabled in (False, True):
         present = object.__new__(local_sgd)

@@ -101,10 +101,12 @@ def loader_of(case: Case, rank: int, world: int) -> DataLoader[Any]:
         case "of some":
             return DataLoader(data, BATCH, sampler=SubsetRandomSampler(range(SAMPLES)))
         case "stateful":
-            made: DataLoader[Any] = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Kept(), BATCH, sampler=sampler)
+            made: DataLoader[Any] = pytest.importorskip(
+                "torchdata.stateful_dataloader", reason="needs torchdata: pip install torchdata"
+            ).StatefulDataLoader(Kept(), BATCH, sampler=sampler)
             return made
         case "prepared":
-            prepare = pytest.importorskip("accelerate.data_loader").prepare_data_loader
+            prepare = pytest.importorskip("accelerate.data_loader", reason="needs accelerate: pip install accelerate").prepare_data_loader
             prepared: DataLoader[Any] = prepare(DataLoader(data, BATCH, shuffle=True), num_processes=world, process_index=rank)
             return prepared
         case "wrapped":

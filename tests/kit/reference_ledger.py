@@ -253,7 +253,7 @@ class ReferenceLedger:
         for owner in sorted(self._passed.keys() | self._finished):
             at, has_finished = self._passed.get(owner), owner in self._finished
             if (has_finished or (at is not None and at > version)) and (owner, self.holders[owner][0]) not in acks:
-                return self._abort(version, f"rank {owner} has {'finished' if has_finished else f'gone on to {at}'} without it")
+                return self._abort(version, f"rank {owner} {'has ended' if has_finished else f'has gone on to {at}'} without it")
         return []
 
     def _judge(self, version: Version, current: _Round, now: float) -> list[Decision]:
