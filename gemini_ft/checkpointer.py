@@ -472,7 +472,8 @@ class Checkpointer:
         if lets_ranks_differ(gradients):
             if self.config.verify == "replay":
                 raise ConfigError(
-                    "verify: replay makes an update again without the average that a rule with every makes in it: leave one out"
+                    "verify: replay makes an update again without the average that a rule with every, or quality: loss, makes in it: leave "
+                    "one of the two out"
                 )
             self._replicated = False
             if isinstance(self._bound, PlainState):

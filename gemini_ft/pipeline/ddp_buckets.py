@@ -111,7 +111,7 @@ class DdpBuckets:
         if ddp is not None and ddp._join_config.enable:
             raise StateError(
                 "join() lets a rank whose inputs have ended answer the others' collectives, and between two averages of a rule with every "
-                "nobody trains for it: give all ranks as many batches, or leave every out"
+                "nobody trains for it: give all ranks as many batches, or leave every, or quality: loss, out"
             )
 
     def _ask_for_end(self) -> None:

@@ -127,7 +127,7 @@ class OuterSteps(Body):
         if self._under_way is not None and self._has_counted:
             raise StateError(
                 "an optimizer has the loss evaluated several times in a step, as LBFGS does, and each would count as a step of a rule with "
-                "every: take another optimizer, or leave every out"
+                "every: take another optimizer, or leave every, or quality: loss, out"
             )
         self._has_counted = self._under_way is not None
         if not self._anchors:
@@ -176,7 +176,7 @@ class OuterSteps(Body):
         if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
             raise StateError(
                 "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others in every step, so no rank "
-                "trains alone: leave every out of the gradient pipeline, or give each rank the optimizer that it wraps"
+                "trains alone: leave every, or quality: loss, out of the gradient pipeline, or give each rank the optimizer that it wraps"
             )
         self._note_trained(own)  # gradients may have come from a closure
         if self._is_nested():  # what has called it may change parameters after it

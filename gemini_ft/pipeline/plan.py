@@ -118,8 +118,14 @@ def _groups(number: int, rule: Rule, tensors: Sequence[Tensor]) -> list[Group]:
     alone = [Group(number, (tensor.name,), "rule" if rule.is_sparse else "sparse") for tensor in sparse]
     if rule.is_sparse and rule.compress is None:
         return alone + [Group(number, (tensor.name,)) for tensor in dense]
-    way = "bf16" if rule.fusion == "auto" and rule.is_plain and rule.compress is None else "rule"  # until it is known which one is best
+    begins_rounded = rule.fusion == "auto" and rule.is_plain and rule.compress is None and not are_exact(dense)
+    way = "bf16" if begins_rounded else "rule"  # until it is known which one is best
     return alone + grouped(number, dense, fallback(dense, rule.fusion), way) if dense else alone
+
+
+def are_exact(tensors: Iterable[Tensor]) -> bool:
+    """Whether any element has more than 32 bits, as of float64 and of complex numbers: `auto` rounds none of these tensors then."""
+    return any(tensor.itemsize > 4 for tensor in tensors)
 
 
 def grouped(number: int, tensors: Sequence[Tensor], grouping: Grouping, way: str = "rule") -> list[Group]:
@@ -188,8 +194,15 @@ def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
     """Checks that all parameters are trained alone, or none.
 
     Raises:
-        ConfigError: some are, or a loss scaler would have ranks skip updates apart.
+        ConfigError: some are, or not from the same step on; or a loss scaler would have ranks skip updates apart.
     """
+    local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].apart.is_local]
+    begin = {rules[tensor.rule].quality == "loss": tensor.name for tensor in local}
+    if len(begin) > 1:
+        raise ConfigError(
+            f"{begin[True]} has a rule with quality: loss, and {begin[False]} one with every: ranks would begin to train them alone at "
+            "different steps. Give all rules the same of these"
+        )
     rules = tuple(rule.apart for rule in rules)
     alone = {tensor.name for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].is_local}
     if len({rule.within for rule in rules if rule.is_local}) > 1:
@@ -201,7 +214,8 @@ def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
         )
     if alone and scaler is not None and scaler.is_enabled():
         raise ConfigError(
-            "a loss scaler skips updates on single ranks, which a rule with every has train alone: take bfloat16, or no every"
+            "a loss scaler skips updates on single ranks, which a rule with every, or quality: loss, has train alone: take bfloat16, or "
+            "none of these"
         )
 
 

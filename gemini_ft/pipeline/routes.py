@@ -209,7 +209,9 @@ def as_real(gradient: Tensor) -> Tensor:
 
 
 def as_given(mean: Tensor, gradient: Tensor) -> Tensor:
-    """The inverse of `as_real`, for an average of gradients of which one is given."""
+    """The inverse of `as_real`, for an average of gradients of which one is given; sparse and complex ones in their own dtype."""
+    if gradient.is_sparse or gradient.is_complex():
+        mean = mean.to(gradient.dtype.to_real())
     if gradient.is_sparse and not mean.is_sparse:
         return as_given(mean, gradient.to_dense()).to_sparse(gradient.sparse_dim())
     if not gradient.is_complex():

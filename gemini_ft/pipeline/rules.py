@@ -177,9 +177,10 @@ class Rule(_RuleModel):
         DEFAULT_FUSION,
         description="Which gradients travel together: layer-wise, {bucket: 25MB}, {groups: 4}, or planned by cupcake, espresso, or auto.",
     )
-    quality: Literal["equal", "any", "loss"] = Field(
+    quality: Literal["all-reduce", "equal", "any", "loss"] = Field(
         "equal",
-        description="What fusion auto chooses among: equal, what trains alike; any, compress too; loss, DiLoCo too, by seconds to a loss.",
+        description="What fusion auto chooses among: all-reduce, that alone, in the gradients' dtype or 16 bits; equal, what trains alike, "
+        "ring8 too; any, compress too; loss, DiLoCo too, by seconds to a loss.",
     )
     control: Annotated[Control | None, _named("method")] = Field(
         None, description="Whether the ratio of compress follows the network: dc2; default: it stays."
@@ -245,11 +246,13 @@ class Rule(_RuleModel):
 
     def _check_quality(self) -> None:
         lossy = "ring8" if self.is_whole else self.compress.method if self.compress is not None and self.cast is None else None
-        if lossy and self.fusion == "auto" and self.quality == "equal":
+        if lossy and self.fusion == "auto" and self.quality in ("equal", "all-reduce"):
             raise ValueError(
                 f"fusion auto chooses by seconds, and {lossy} does not train as all-reduce does: leave it out, take another fusion, "
                 "or add quality: any once you have compared the loss with that method and your optimizer"
             )
+        if self.quality == "all-reduce" and self.fusion != "auto":
+            raise ValueError("quality all-reduce has fusion auto choose among all-reduces: give it fusion: auto, or leave quality out")
         if self.quality == "loss" and not (self.is_plain and self.fusion == "auto"):
             raise ValueError(
                 "quality loss has fusion auto choose DiLoCo, or what trains alike: give it fusion: auto, without sync, and without "

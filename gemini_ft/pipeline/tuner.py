@@ -40,7 +40,7 @@ from gemini_ft.compression.timeline import Backward, even, simulate
 from gemini_ft.compression.topology import Scope, Topology
 from gemini_ft.pipeline.averager import Averager
 from gemini_ft.pipeline.measuring import Costs, ReadyTimes, measure, slowest
-from gemini_ft.pipeline.plan import Group, Tensor, grouped, in_order
+from gemini_ft.pipeline.plan import Group, Tensor, are_exact, grouped, in_order
 from gemini_ft.pipeline.qualities import LOCAL, RING, WAYS
 from gemini_ft.pipeline.route_table import option_way
 from gemini_ft.pipeline.routes import Plain
@@ -102,8 +102,10 @@ class Candidates:
         if rule.fusion == "espresso":
             found.append(self._by_espresso(number, own))
         if rule.fusion == "auto":
-            found += self._by_cupcake(number, own, "plain", "all-reduce") + self._by_cupcake(number, own, "bf16", "bf16")
-            if WAYS[RING].is_alike and not rule.is_whole:
+            found += self._by_cupcake(number, own, "plain", "all-reduce")
+            if not are_exact(own):
+                found += self._by_cupcake(number, own, "bf16", "bf16")
+            if WAYS[RING].is_alike and not rule.is_whole and rule.quality != "all-reduce" and not are_exact(own):
                 found += self._by_cupcake(number, own, "ring8", "ring8")
         return self._shared(sorted(found, key=lambda candidate: candidate.predicted))
 
@@ -299,7 +301,7 @@ class Tuner:
         """Restores a `state_dict`. The present step is not timed: it began before, or in another process."""
         self.settled, self._count = state["settled"], state["count"]
         self._trials = [_RuleTrial.unpack(each) for each in state["trials"]]
-        self._last = self.apart = None
+        self._last, self.apart, self._computing = None, None, []
 
     def _plan(self) -> None:
         tensors, forward, ready = self._order()
@@ -352,6 +354,8 @@ class Tuner:
         )
         if self._averager.rank == 0:
             _log.info("gradient_pipeline, rule %d: chose %s; tried: %s", trial.rule + 1, trial.candidates[chosen].label, tried)
+            if any(group.way == "ring8" for group in trial.candidates[chosen].groups):
+                _log.info("gradient_pipeline, rule %d: gradients travel in 8 bits; quality: all-reduce has none of that", trial.rule + 1)
         self._adopt(trial.rule, trial.candidates[chosen])
         if trial.apart is not None:
             self._compare_apart(trial.apart, trial.candidates[chosen].label, times[chosen])

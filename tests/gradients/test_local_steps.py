@@ -273,6 +273,10 @@ def test_all_parameters_are_trained_alone_or_none() -> None:
         gemini_ft.GradientSynchronizer(local_steps_case.network(), [local_steps_case.CHOOSES | {"params": "0.*"}])
     with pytest.raises(ConfigError, match=r"a rule has every, or quality: loss, and 2.bias is trained by none such: ranks would clip"):
         gemini_ft.GradientSynchronizer(local_steps_case.network(), [{"params": "0.*", "every": 2}])
+    mixed = [local_steps_case.CHOOSES | {"params": "0.*"}, {"params": "*", "every": 2}]
+    for rules in (mixed, [mixed[1] | {"params": "0.*"}, local_steps_case.CHOOSES]):
+        with pytest.raises(ConfigError, match=r"has a rule with quality: loss, and .* one with every: ranks would begin"):
+            gemini_ft.GradientSynchronizer(local_steps_case.network(), rules)
     scaler = local_steps_case.torch.amp.GradScaler("cpu")
     with pytest.raises(ConfigError, match=r"a loss scaler skips updates on single ranks"):
         gemini_ft.GradientSynchronizer(local_steps_case.network(), [{"params": "*", "every": 2}], scaler=scaler)

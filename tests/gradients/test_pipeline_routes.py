@@ -88,6 +88,15 @@ def test_a_cast_is_one_all_reduce_of_the_backend(rule: dict[str, Any], itemsize:
         assert call.begin is not None
 
 
+def test_sparse_and_complex_gradients_keep_their_dtype_where_they_travel_in_16_bits() -> None:
+    """As in plans of ``auto``, for sparse gradients of which nothing was known beforehand."""
+    gradients = {"a": torch.ones(3).to_sparse(), "b": torch.full((3,), 1 + 2j), "c": torch.full((3,), 1 + 2j).to_sparse()}
+    means = averaged(Plain(torch.bfloat16), gradients)
+    for name, gradient in gradients.items():
+        assert (means[name].dtype, means[name].layout) == (gradient.dtype, gradient.layout)
+        assert torch.equal(means[name].to_dense(), gradient.to_dense())
+
+
 def test_a_cast_refuses_sparse_tensors() -> None:
     route = Routes(load_rules([{"params": "*", "compress": "bf16"}]), None).fresh(0, "rule")
     with pytest.raises(ConfigError, match="the gradient of a is a sparse tensor, which cannot be compressed; give the parameter a rule"):

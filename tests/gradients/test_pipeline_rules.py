@@ -153,6 +153,11 @@ class TestRefusals:
                 "efsignsgd does not train as all-reduce does: leave it out, ",
             ),
             ({"fusion": "auto", "sync": "ring8"}, "ring8 does not train as all-reduce does: leave it out, "),
+            ({"fusion": "auto", "sync": "ring8", "quality": "all-reduce"}, "ring8 does not train as all-reduce does: leave it out, "),
+            (
+                {"quality": "all-reduce"},
+                "quality all-reduce has fusion auto choose among all-reduces: give it fusion: auto",
+            ),
             ({"quality": "loss"}, "quality loss has fusion auto choose DiLoCo, or what trains alike: give it fusion: auto"),
             ({"fusion": "auto", "compress": "topk", "quality": "loss"}, "give it fusion: auto, without sync, and without compress"),
             ({"fusion": "auto", "quality": "any"}, "quality any lets fusion auto choose the method of compress, or ring8: give both"),

@@ -51,8 +51,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def make() -> Iterator[Callable[..., Training]]:
     made: list[Training] = []
 
-    def training(fusion: str, clock: Clock, seconds: Callable[[str], float], profile_steps: int = 2) -> Training:
-        made.append(Training(fusion, clock, seconds, profile_steps))
+    def training(fusion: str, clock: Clock, seconds: Callable[[str], float], profile_steps: int = 2, **more: Any) -> Training:
+        made.append(Training(fusion, clock, seconds, profile_steps, **more))
         return made[-1]
 
     yield training
@@ -61,11 +61,14 @@ def make() -> Iterator[Callable[..., Training]]:
 
 
 class Training:
-    def __init__(self, fusion: str, clock: Clock, seconds: Callable[[str], float], profile_steps: int) -> None:
+    def __init__(
+        self, fusion: str, clock: Clock, seconds: Callable[[str], float], profile_steps: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(LAYERS)))
+        self.model = nn.Sequential(*(nn.Linear(8, 8, dtype=dtype) for _ in range(LAYERS)))
         topk = {"compress": {"method": "topk", "ratio": 0.25}}
-        more = {"auto": {}, "auto any": {**topk, "quality": "any"}, "auto ring8": {"sync": "ring8", "quality": "any"}}.get(fusion, topk)
+        more: Any = {"auto": {}, "auto all-reduce": {"quality": "all-reduce"}, "auto any": {**topk, "quality": "any"}}.get(fusion, topk)
+        more = {"sync": "ring8", "quality": "any"} if fusion == "auto ring8" else more
         rule = {"params": "*", "fusion": fusion.partition(" ")[0], **more}
         self.synchronizer = GradientSynchronizer(self.model, [rule], profile_steps=profile_steps)
         self._clock, self._seconds = clock, seconds
@@ -77,7 +80,7 @@ class Training:
 
     def step(self) -> None:
         self.model.zero_grad()
-        self.model(torch.ones(2, 8)).square().sum().backward()
+        self.model(torch.ones(2, 8, dtype=self.model[0].weight.dtype)).square().sum().abs().backward()
         self._clock.now += self._seconds(self.label)
         self.seen.append(self.label)
         names = [name for group in self.synchronizer.averager.plan.groups for name in group.names]
@@ -131,18 +134,34 @@ def test_auto_compares_what_trains_alike(clock: Clock, make: Callable[..., Train
 
 @pytest.mark.usefixtures("all_tried")
 def test_auto_keeps_a_ring_that_trains_alike_without_being_asked(
-    clock: Clock, make: Callable[..., Training], monkeypatch: pytest.MonkeyPatch
+    clock: Clock, make: Callable[..., Training], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And says that gradients have 8 bits then, and how to have none of that."""
+
     def seconds(label: str) -> float:
         return 0.1 if label.startswith("ring8") else 0.2
 
     training = make("auto", clock, seconds)
-    training.until_settled()
+    with caplog.at_level("INFO", "gemini_ft"):
+        training.until_settled()
     assert training.label.startswith("ring8")
+    assert "rule 1: gradients travel in 8 bits; quality: all-reduce has none of that" in caplog.text
+    without = make("auto all-reduce", clock, seconds)
+    without.until_settled()
+    assert {label.partition(",")[0].removesuffix(" even") for label in without.seen[2:]} == {"all-reduce", "bf16"}
     monkeypatch.setitem(tuner.WAYS, tuner.RING, Known(rule={"sync": "ring8"}, accuracy=1.0, words=1.1))
     other = make("auto", clock, seconds)
     other.until_settled()
     assert not any(label.startswith("ring8") for label in other.seen)
+
+
+@pytest.mark.usefixtures("all_tried")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+def test_auto_rounds_no_gradients_of_more_than_32_bits(clock: Clock, make: Callable[..., Training], dtype: torch.dtype) -> None:
+    training = make("auto", clock, lambda label: 0.2 if label.startswith("all-reduce") else 0.1, dtype=dtype)
+    assert {group.way for group in training.synchronizer.averager.plan.groups} == {"rule"}
+    training.until_settled()
+    assert {label.partition(",")[0].removesuffix(" even") for label in training.seen[2:]} == {"all-reduce"}
 
 
 @pytest.mark.usefixtures("all_tried")
