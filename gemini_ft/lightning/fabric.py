@@ -278,7 +278,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
         else:
             saved = {name: item.state_dict() if is_stateful(item) else item for name, item in others.items()}
             ddp = {name: ddp_state(item) for name, item in state.items() if isinstance(item, DistributedDataParallel)}
-            iterations = [mark.iterations_over if mark is not None else 0 for mark in self._gemini_marks()]
+            # One that is under way begins anew after a failure.
+            iterations = [mark.place[0] - mark.is_under_way if mark is not None else 0 for mark in self._gemini_marks()]
             checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "iterations": iterations, "rng": rng_state()})
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:

@@ -241,11 +241,6 @@ class Bookmark:
         """A value that changes with every batch, and whenever an iteration begins."""
         return self._iterations, self._taken
 
-    @property
-    def iterations_over(self) -> int:
-        """How many iterations have begun, without one that is under way."""
-        return self._iterations - self.is_under_way
-
     def count_from(self, iterations: int) -> None:
         """Counts on from so many iterations, of which nothing else is put back: those of a validation, whose order depends on its epoch."""
         self._iterations = iterations
