@@ -16,6 +16,7 @@ import contextlib
 import logging
 import os
 import re
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -55,7 +56,7 @@ from gemini_ft.state.loop import LoopWatch, keepable
 from gemini_ft.state.optimizer_steps import OptimizerSteps
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
-from gemini_ft.state.tensors import Live, every_optimizer
+from gemini_ft.state.tensors import Live, every_optimizer, unwrap_model
 from gemini_ft.state.worlds import Resize, carried_accumulation, check_schedulers, check_step, iterations, refuse_data
 from gemini_ft.state.writes import name_loads
 from gemini_ft.storage.base import WORD
@@ -672,8 +673,8 @@ class Checkpointer:
             self._replay.disarm()
         atexit.unregister(self._end_with_process)
         if self._recorder is not None:
-            if finished:
-                attempt.finished[self.run, self.name] = [*map(weakref.ref, self._models.values())]
+            if finished and sys.exc_info()[0] is None:  # a script may close in a `finally` what has failed, and try it again
+                attempt.finished[self.run, self.name] = [weakref.ref(unwrap_model(model)) for model in self._models.values()]
             self._recorder.close(finished, interrupted)
             self._recorder = None
 
@@ -696,8 +697,8 @@ class Checkpointer:
             return
         text = f"a Checkpointer with name={self.name!r} has finished in this process, and its last state would be resumed here"
         way = "give each training of a script a name of its own, for example Checkpointer(..., name='fold-1')"
-        if any(not any(model is there() for there in before) for model in self._models.values()):
-            raise ConfigError(f"{text}, in other models; {way}")
+        if any(not any(model is there() for there in before) for model in map(unwrap_model, self._models.values())):
+            raise ConfigError(f"{text}, in other models; {way}; or, to go on with it, end the first one by close(finished=False)")
         _log.warning("%s, with its scalars and positions: if it is another training, %s", text, way)
 
     def _check_init_sync(self) -> None:

@@ -278,7 +278,8 @@ class GeminiFabricMixin(Gemini, _Strategy):
         else:
             saved = {name: item.state_dict() if is_stateful(item) else item for name, item in others.items()}
             ddp = {name: ddp_state(item) for name, item in state.items() if isinstance(item, DistributedDataParallel)}
-            iterations = [mark.place[0] if mark is not None else 0 for mark in self._gemini_marks()]
+            # One that is under way begins anew after a failure.
+            iterations = [mark.place[0] - mark.is_under_way if mark is not None else 0 for mark in self._gemini_marks()]
             checkpointer.save(self._gemini_saves, {"state": saved, "ddp": ddp, "iterations": iterations, "rng": rng_state()})
 
     def load_checkpoint(self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None) -> dict[str, Any]:
@@ -315,9 +316,9 @@ class GeminiFabricMixin(Gemini, _Strategy):
                 others[name].load_state_dict(saved.pop(name))
             else:
                 state[name] = saved.pop(name)
-        for mark, begun in zip(self._gemini_marks(), found.extras.get("iterations", ()), strict=False):  # older snapshots have none
+        for mark, over in zip(self._gemini_marks(), found.extras.get("iterations", ()), strict=False):  # older snapshots have none
             if mark is not None and not any(bookmark_of(item) is mark for item in state.values()):
-                mark.has_begun(begun)
+                mark.count_from(over)
         for name, wrapper in found.extras["ddp"].items():
             restore_buckets(state[name], wrapper)
             restore_sync(state[name], wrapper)

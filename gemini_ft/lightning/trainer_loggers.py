@@ -72,9 +72,9 @@ class Logs:
         """Follows the loggers no longer."""
         for around in self._counting:
             around.end()
-        for index in self._rows:
-            writer = self._trainer.loggers[index]._experiment
-            if writer is not None and 0 < len(_read(writer, _ASIDE).rows) <= len(_read(writer).rows):
+        for index, logger in self._files():  # a callback may have taken some away
+            writer = logger._experiment
+            if index in self._rows and writer is not None and 0 < len(_read(writer, _ASIDE).rows) <= len(_read(writer).rows):
                 writer._fs.rm(writer.metrics_file_path + _ASIDE)
 
     def _files(self) -> list[tuple[int, Any]]:

@@ -10,6 +10,7 @@ import itertools
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -173,8 +174,8 @@ class Between:
         return batch
 
     def _makers(self) -> list[Any]:
-        owners = [getattr(value, "__self__", None) for value in fields_of(getattr(self._loader, "dataset", self._loader)).values()]
-        return [owner for owner in owners if is_a(owner, nn.Module)]
+        methods = [value for value in fields_of(getattr(self._loader, "dataset", self._loader)).values() if is_a(value, MethodType)]
+        return [method.__self__ for method in methods if is_a(method.__self__, nn.Module)]
 
     def _name(self, paths: list[str], text: str) -> None:
         """Says once in a job, on its first rank, what no snapshot can have: ``text``, of the class of the dataset and of paths."""

@@ -241,7 +241,7 @@ class Bookmark:
         """A value that changes with every batch, and whenever an iteration begins."""
         return self._iterations, self._taken
 
-    def has_begun(self, iterations: int) -> None:
+    def count_from(self, iterations: int) -> None:
         """Counts on from so many iterations, of which nothing else is put back: those of a validation, whose order depends on its epoch."""
         self._iterations = iterations
 

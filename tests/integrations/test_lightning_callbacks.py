@@ -346,6 +346,8 @@ def test_rows_that_a_later_fit_had_logged_are_there_when_that_is_resumed(tmp_pat
     logs.close()
     assert [row["step"] for row in rows_of(tmp_path / "log" / "version_0")] == [str(step) for step in range(8)]
     assert not [*tmp_path.rglob("*.aside")]
+    trainer.loggers = []  # as a callback may have it at the end of a fit
+    logs.close()
 
 
 @pytest.mark.parametrize("launch", ["the same", "another"])

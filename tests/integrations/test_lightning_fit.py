@@ -20,7 +20,7 @@ from lightning.fabric import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 
 import gemini_ft
 import gemini_ft.lightning
@@ -354,6 +354,32 @@ def test_a_validation_of_fabric_that_is_not_in_the_state_goes_on_with_the_orders
     assert state["step"] == 1
     assert order(validation) == expected
     assert expected != before
+    second.strategy.close()
+
+
+def test_an_epoch_of_fabric_that_is_not_in_the_state_begins_anew_in_its_own_order(
+    fabric: Callable[[], tuple[Fabric, dict[str, Any]]],
+) -> None:
+    """A loop that leaves out what it has used needs the order of the epoch that is under way."""
+
+    def start() -> tuple[Fabric, dict[str, Any], Any]:
+        made, state = fabric()
+        data: Any = range(9)
+        loader = made.setup_dataloaders(DataLoader(data, sampler=DistributedSampler(data, 1, 0)))
+        made.load("gemini://latest", state)
+        return made, state, loader
+
+    first, state, loader = start()
+    orders = [[int(batch) for batch in loader]]
+    under_way = iter(loader)
+    orders.append([int(next(under_way))])
+    train(first, state, 1)
+    first.strategy.checkpointer.flush()
+    orders[-1] += map(int, under_way)
+    first.strategy.checkpointer.close(finished=False)
+    second, state, loader = start()
+    assert [[int(batch) for batch in loader]] == orders[1:]
+    assert orders[0] != orders[1]
     second.strategy.close()
 
 

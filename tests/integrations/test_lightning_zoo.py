@@ -523,9 +523,15 @@ class Playing(nn.Module):
             yield turn + self.place[-1]
 
 
+class Settings(dict[str, float]):
+    """Entries that are read as attributes, as many scripts have it; there is no other attribute."""
+
+    __getattr__ = dict.__getitem__
+
+
 class Experience(IterableDataset[float]):
     def __init__(self, generate: Callable[[], Iterator[float]]) -> None:
-        self.generate = generate
+        self.generate, self.settings = generate, Settings(gamma=0.9)
 
     def __iter__(self) -> Iterator[float]:
         return self.generate()

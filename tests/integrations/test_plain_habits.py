@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import logging
@@ -254,12 +255,33 @@ def train_again(model: nn.Module, name: str = "main") -> int:
     return before
 
 
+def fail_and_try_again() -> list[int]:
+    """Closes a training that has failed in a ``finally``, and begins again in a new model; returns the steps that were made before."""
+    before = []
+    for _ in range(2):
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        checkpointer = gemini_ft.Checkpointer(model, optimizer, name="tries", on_late="wait")
+        before.append(checkpointer.resume())
+        with contextlib.suppress(MemoryError):
+            try:
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                checkpointer.step()
+                raise MemoryError
+            finally:
+                checkpointer.close()
+    return before
+
+
 def several_trainings() -> list[Any]:
-    """One after the other: the same model twice, another with a name of its own, another without."""
+    """One after the other: the same model twice, another with a name of its own, two that fail, another without a name."""
     listener = BufferingHandler(1000)
     logging.getLogger("gemini_ft").addHandler(listener)
+    gemini_ft.init_process_group("gloo")
     model = nn.Linear(3, 1)
-    found: list[Any] = [train_again(model), train_again(model), train_again(nn.Linear(3, 1), "fold-1")]
+    found: list[Any] = [train_again(DistributedDataParallel(model)), train_again(DistributedDataParallel(model))]
+    found += [train_again(nn.Linear(3, 1), "fold-1"), fail_and_try_again()]
     try:
         train_again(nn.Linear(3, 1))
     except ConfigError as error:
@@ -270,8 +292,8 @@ def several_trainings() -> list[Any]:
 def test_a_further_training_of_a_script_does_not_go_on_with_the_one_that_has_finished_before_it(tmp_path: Path) -> None:
     with World(tmp_path, 1) as ranks:
         (found,) = ranks.outcome(several_trainings)
-    first, second, third, error, said = found
-    assert (first, second, third) == (0, 2, 0)
+    first, second, third, tries, error, said = found
+    assert (first, second, third, tries) == (0, 2, 0, [0, 1])
     assert "Checkpointer with name='main' has finished in this process" in error
     assert "in other models; give each training" in error
     assert len(said) == 1
