@@ -23,6 +23,7 @@ from gemini_ft.errors import GeminiError, RecoveryError, StateError
 from gemini_ft.export.whole_tensors import WholeTensors
 from gemini_ft.lightning.compat import wrapping_io
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
+from gemini_ft.state import codec
 from gemini_ft.state.tensors import Live, Role, version_of
 
 if TYPE_CHECKING:
@@ -57,15 +58,6 @@ class _LateFile:
     parts: list[_StandIn]
 
 
-@dataclass(frozen=True)
-class _Late:
-    """The files that are not written yet, in a snapshot; of a type of its own, so that a pickle keeps the attributes of what they hold."""
-
-    step: int
-    files: list[_LateFile]
-    removed: list[str]
-
-
 class FromMemory:
     """A mixin over Lightning's wrapper of another ``CheckpointIO``, which writes the files, wherever they are (``s3://`` too)."""
 
@@ -81,19 +73,23 @@ class FromMemory:
         """Takes the Checkpointer of a fit; None: the fit is over."""
         self._checkpointer = checkpointer
 
-    def state(self) -> _Late | None:
-        """Returns what is not written yet, for the snapshot that is made now."""
-        return _Late(self._step, list(self._files), list(self._removed)) if self.unwritten() else None
+    def state(self) -> dict[str, Any] | None:
+        """Returns what is not written yet, for the snapshot that is made now. It can be read without the pickles of the files."""
+        paths = self.unwritten()
+        if not paths or self._checkpointer is None:
+            return None
+        files = codec.encode(list(self._files), self._checkpointer.secret)
+        return {"step": self._step, "paths": paths, "files": files, "removed": list(self._removed)}
 
-    def resume(self, run: str, stream: str, late: _Late | None) -> None:
+    def resume(self, checkpointer: Checkpointer, late: dict[str, Any] | None) -> None:
         """Writes the files that a failure has prevented, if their step is still in memory; else names them."""
         if late is None:
             return
-        self._step, self._files, self._removed = late.step, late.files, late.removed
         try:
-            self._write(shards_of(run, stream, late.step, self._names))
+            self._files, self._removed = codec.decode(late["files"], checkpointer.secret), late["removed"]
+            self._write(shards_of(checkpointer.run, checkpointer.name, late["step"], self._names))
         except GeminiError as error:
-            _log.warning("%s: not known to be written before the failure, and it cannot be now: %s", ", ".join(self.unwritten()), error)
+            _log.warning("%s: not known to be written before the failure, and it cannot be now: %s", ", ".join(late["paths"]), error)
         self._files, self._removed = [], []
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -106,10 +102,10 @@ class FromMemory:
                 content = copy.deepcopy(checkpoint, dict(parts))
             except Exception as error:  # of the script's own objects
                 _log.info("%s: written as without GeminiCheckpointIO: it holds what cannot be copied: %s", path, error)
+        self._forget(str(path))
         if content is None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[misc]
             return
-        self._forget(str(path))
         self._step = checkpoint["global_step"]
         self._files.append(_LateFile(path=str(path), content=content, parts=list(parts.values())))
 
@@ -164,8 +160,9 @@ class FromMemory:
             writing.result()
 
     def unwritten(self) -> list[str]:
-        """Paths of the files that are not there yet."""
-        return [file.path for file in self._files] if self._writing is None or not self._writing.done() else []
+        """Paths of the files that are not there yet, also where writing them has failed."""
+        is_there = self._writing is not None and self._writing.done() and self._writing.exception() is None
+        return [] if is_there else [file.path for file in self._files]
 
     def is_there(self, path: str, found: bool) -> bool:
         """Whether a file would be there, had all been written and removed at once. ``found``: whether it is."""
@@ -177,7 +174,8 @@ class FromMemory:
 
     def teardown(self) -> None:
         self.write_now("the training is over")
-        super().teardown()  # type: ignore[misc]
+        if (inner := self.checkpoint_io) is not None:  # type: ignore[attr-defined]
+            inner.teardown()
 
     @property
     def _names(self) -> set[str]:

@@ -585,6 +585,11 @@ class Checkpointer:
         return self._joined.session.run
 
     @property
+    def secret(self) -> bytes:
+        """The run's secret, with which pickles of its snapshots are signed."""
+        return self._joined.session.secret
+
+    @property
     def launch(self) -> str:
         """Name of the launch: the same on all ranks, and after each restart by the same launcher."""
         assert self._joined.session.hello.launch is not None

@@ -40,10 +40,13 @@ class EngineFit(Fit):
             self._first_accumulation = self._found.get("first_accumulation", self._given_accumulation)  # snapshots in storage may be older
 
     def follow_accumulation(self) -> None:
+        count = self._trainer.accumulate_grad_batches
         if self._found is None:
             self._first_accumulation = self._given_accumulation
-        if self._config.elastic:
-            self._state.accumulate(self._trainer.accumulate_grad_batches)
+        else:  # the Trainer, too, goes on with the snapshot's
+            count = self._found["loops"]["accumulate_grad_batches"]
+        if count != self._engine.gradient_accumulation_steps():
+            self._state.accumulate(count)
 
     def scaled(self, loss: Any) -> Any:
         """The loss as at the first start: Lightning and the engine both divide it by the number of micro-batches, which has changed."""

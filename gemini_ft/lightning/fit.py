@@ -89,6 +89,8 @@ class Fit:
         self.training_data, self._validation_data = loading(loop=loop), loading(loop=loop.epoch_loop.val_loop)
         io = trainer.strategy.checkpoint_io
         self._io: Any = io if hasattr(io, "before_update") else None  # a `gemini_ft.checkpoint_io.FromMemory`
+        if self._io is not None:
+            self._hooks.append(trainer_loops.before_end(trainer, lambda: self._write_files("no update comes after it")))
         self.files = trainer_checkpoints.Files(trainer, self._io)
         self._hooks += [self.training_data.end, self._validation_data.end, self.files.end]
         watch(trainer, package)
@@ -129,8 +131,12 @@ class Fit:
             trainer_checkpoints.offer_checkpoint(self._trainer, self.checkpoint)
             is_same_launch = found.extras.get("launch") == self.checkpointer.launch  # snapshots in storage may be older
             step = trainer_checkpoints.logged_steps(self.checkpoint)
+            late = found.extras.get("late files")
             if self._io is not None:
-                self._io.resume(self.checkpointer.run, self.checkpointer.name, found.extras.get("late files"))
+                self._io.resume(self.checkpointer, late)
+            elif late:
+                text = "%s: not known to be written before the failure, and it cannot be without GeminiCheckpointIO"
+                log.warning(text, ", ".join(late["paths"]))
             self._logs.go_on(found.extras["loggers"], step, is_same_launch=is_same_launch)
             trainer_checkpoints.pin_checkpoint_folders(self._trainer, self.checkpoint, is_same_launch=is_same_launch)
 
@@ -185,7 +191,7 @@ class Fit:
                 iterators.resumption.resize = None
                 if self._config.elastic and self._trainer.accumulate_grad_batches == self.checkpointer.accumulation:  # as carried over
                     self._trainer.accumulate_grad_batches = self._given_accumulation
-                    self.follow_accumulation()
+                self.follow_accumulation()
                 self._make_loaders_as(training=None, validation=None)
                 trainer_checkpoints.withdraw_checkpoint(self._trainer)
                 return checkpoint

@@ -181,6 +181,7 @@ class Turns:
             f"precision {trainer.precision!r}": type(trainer.precision_plugin).__name__ not in ("Precision", "DoublePrecision"),
             "ReduceLROnPlateau": any(config.reduce_on_plateau for config in trainer.strategy.lr_scheduler_configs),
             "LBFGS": any(type(optimizer).__name__ == "LBFGS" for optimizer in trainer.strategy.optimizers),
+            "torch.compile": getattr(trainer.lightning_module, "_compiler_ctx", None) is not None,
             "a communication hook": compat.ddp_hook(trainer.strategy) is not None,
             "gradient_pipeline": trainer.strategy.gemini_rules is not None,
         }

@@ -33,6 +33,16 @@ def around_each_batch(trainer: Any, function: Callable[[Callable[[Any], None], A
     return Around(trainer.fit_loop.epoch_loop, "advance", function).end
 
 
+def before_end(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``hook`` before the hooks ``on_train_end``; returns a function that ends that."""
+
+    def hooked(end: Callable[[], None]) -> None:
+        hook()
+        end()
+
+    return Around(trainer.fit_loop, "on_run_end", hooked).end
+
+
 def is_last_batch(trainer: Any) -> bool:
     """Whether the batch that was fetched last is the epoch's last one."""
     return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
@@ -142,6 +152,7 @@ def loop_extras(trainer: Any) -> dict[str, Any]:
         "since_start": now - getattr(trainer, "_train_start_time", now),
         "since_validation": now - getattr(trainer, "_last_val_time", now),
         "cycles": (combined._idx, list(getattr(combined, "_consumed", ()))),
+        "taken": _taken_by_step(trainer),
         "validation": [mark.state_dict() if mark else None for mark in _validation_marks(trainer)],
     }
 
@@ -161,9 +172,17 @@ def set_loop_extras(trainer: Any, extras: Mapping[str, Any]) -> None:
     combined._idx, consumed = extras["cycles"]
     if consumed:
         combined._consumed = list(consumed)
+    vars(fit_loop._data_fetcher).update(extras.get("taken", {}))  # snapshots in storage may be older
     for mark, state in zip(_validation_marks(trainer), extras["validation"], strict=False):
         if state is not None and mark is not None:
             mark.load_state_dict(state)
+
+
+def _taken_by_step(trainer: Any) -> dict[str, Any]:
+    """How many batches ``training_step(dataloader_iter)`` has taken, where Lightning would count steps; empty: Lightning takes them."""
+    fetcher = trainer.fit_loop._data_fetcher
+    names = ("fetched", "_batch_idx", "_dataloader_idx")
+    return {name: getattr(fetcher, name) for name in names} if hasattr(fetcher, "_batch_idx") else {}
 
 
 def _limits(trainer: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import threading
 from collections.abc import Callable
@@ -15,12 +16,14 @@ import torch
 pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
 import lightning.fabric.plugins.io.torch_io as torch_io
 import three_ways
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
 from test_lightning_hooks import CRASH, Boom, Case, fit, table
 
 from gemini_ft import checkpoint_io
 from gemini_ft.checkpoint_io import GeminiCheckpointIO
 from gemini_ft.errors import RecoveryError, StateError
+from gemini_ft.state import codec
 from gemini_ft.testing import assert_identical
 
 __all__ = ["fit"]
@@ -142,9 +145,11 @@ def test_what_is_written_after_a_save_is_refused_by_name(fit: Callable[..., Case
         fit(kind, table, "gemini", callbacks=[saving(tmp_path)], plugins=[GeminiCheckpointIO()], enable_checkpointing=True)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
+@pytest.mark.parametrize(
+    ("is_there", "why"), [(True, ""), (False, "it cannot be now: a host was lost"), (False, "it cannot be without GeminiCheckpointIO")]
+)
 def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
-    fit: Callable[..., Case], is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    fit: Callable[..., Case], is_there: bool, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The process dies while another thread writes; the file that this one takes the place of is kept until then."""
     folder, reading = tmp_path / "files", checkpoint_io.WholeTensors.read
@@ -178,12 +183,13 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
     alive.set()
     if not is_there:
         monkeypatch.setattr(checkpoint_io, "shards_of", missing)
+    if "without" in why:
+        del options["plugins"]
     with pytest.raises(Boom):
         fit(Case, table, "gemini", (1, 4), callbacks=[newest], **options)
     newest()
     assert names == [[], ["step=4.ckpt"], ["step=8.ckpt"] if is_there else ["step=4.ckpt"]]
-    text = "step=8.ckpt: not known to be written before the failure, and it cannot be now: a host was lost"
-    assert (text in caplog.text) == (not is_there)
+    assert (f"step=8.ckpt: not known to be written before the failure, and {why}" in caplog.text) == (not is_there)
     if is_there:
         same(loaded(folder), {"step=8.ckpt": loaded(tmp_path / "plain")["step=8.ckpt"]})
 
@@ -195,3 +201,67 @@ def test_a_fit_goes_on_with_it_that_had_begun_without(fit: Callable[..., Case], 
     fit(Case, table, "gemini", callbacks=[saving(tmp_path)], plugins=[GeminiCheckpointIO()], **options)
     assert written["step=8.ckpt"] == "MainThread"
     assert written["step=10.ckpt"] == "gemini-files"
+
+
+class Inner(TorchCheckpointIO):
+    """Fails once in the thread that writes, and has threads of its own to end."""
+
+    fails = False
+    has_ended = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if self.fails and "step=8" in str(path):
+            raise OSError("no space left")
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+    def teardown(self) -> None:
+        self.has_ended = True
+
+
+class Awaiting(Case):
+    """Takes no snapshot before the file is there, or has failed."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if (writing := self.trainer.strategy.checkpoint_io._writing) is not None:  # type: ignore[attr-defined]
+            concurrent.futures.wait([writing])
+
+
+def test_a_file_that_could_not_be_written_is_not_taken_for_written(
+    fit: Callable[..., Case], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner = Inner()
+    options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [GeminiCheckpointIO(inner)]}
+    options["callbacks"] = [saving(tmp_path / "mine")]
+    inner.fails = True
+    with pytest.raises(Boom):
+        fit(Awaiting, table, "gemini", CRASH, **options)
+    assert "no space left" in caplog.text
+    inner.fails = False
+    fit(Case, table, "gemini", **options)
+    is_named = "step=8.ckpt: not known to be written before the failure" in caplog.text
+    assert is_named != (tmp_path / "mine" / "step=8.ckpt").exists()
+    assert inner.has_ended
+
+
+def test_a_snapshot_with_files_to_be_written_is_read_without_the_secret(fit: Callable[..., Case], tmp_path: Path) -> None:
+    found = list[list[str]]()
+
+    class Looking(Case):
+        def on_train_batch_start(self, *_: Any) -> None:
+            late = self.trainer.strategy.checkpoint_io.state()  # type: ignore[attr-defined]
+            if late is not None:
+                found.append(codec.decode(codec.encode(late, b"secret"))["paths"])
+
+    fit(Looking, table, "gemini", callbacks=[saving(tmp_path)], seed=None, plugins=[GeminiCheckpointIO()], enable_checkpointing=True)
+    assert [str(tmp_path / "step=2.ckpt")] in found
+
+
+def test_files_are_there_for_the_hooks_that_end_the_training(fit: Callable[..., Case], tmp_path: Path) -> None:
+    found: list[bool] = []
+
+    class Reading(Case):
+        def on_train_end(self) -> None:
+            found.append(Path(self.trainer.checkpoint_callback.best_model_path).exists())  # type: ignore[union-attr]
+
+    fit(Reading, table, "gemini", callbacks=[saving(tmp_path)], seed=None, plugins=[GeminiCheckpointIO()], enable_checkpointing=True)
+    assert found == [True]

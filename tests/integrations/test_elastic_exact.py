@@ -152,6 +152,7 @@ WRONG = {
     "plateau": (Fitting(monitors=True), "ReduceLROnPlateau"),
     "optimizer": (Fitting(kind="LBFGS"), "LBFGS"),
     "precision": (Fitting(trainer={"precision": "bf16-mixed"}), "precision 'bf16-mixed'"),
+    "compiled": (Fitting(compiles=True), "torch.compile"),
     "hook": (Fitting(strategy={"ddp_comm_hook": noting}), "a communication hook"),
     "pipeline": (Fitting(strategy={"gradient_pipeline": [{"params": "*", "compress": "bf16"}]}), "does not go with gradient_pipeline"),
     "batches": (Fitting(trainer={"limit_train_batches": 3}), "limit_train_batches cannot follow"),

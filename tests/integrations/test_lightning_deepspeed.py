@@ -118,6 +118,14 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
         assert isinstance(result, WorldSizeError), result
 
 
+def test_another_accumulation_of_the_script_waits_for_another_run(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """The engine goes on with the snapshot's number of micro-batches, as the Trainer does: one alone would step at other times."""
+    with World(tmp_path, 2) as ranks:
+        assert not live(ranks, Case(3), GEMINI_FAULTS="step=3:rank=1:sigkill")
+        assert live(ranks, Case(3, accumulate=3))
+    compare(tmp_path, undisturbed(Case(3)), 2)
+
+
 def saved(folder: Path) -> str:
     """The first checkpoint file that a run has kept."""
     return str(min((folder / "root").rglob("step=*")))

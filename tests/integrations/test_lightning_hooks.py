@@ -36,6 +36,7 @@ from gemini_ft.errors import StateError, UnsupportedStateError
 pytestmark = [
     pytest.mark.filterwarnings("ignore::lightning.pytorch.utilities.warnings.PossibleUserWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Found `dataloader_iter` argument:UserWarning"),
 ]
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 EPOCHS, CRASH = 3, (1, 3)  # before that batch of that epoch
@@ -109,6 +110,24 @@ class InTurns(Case):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.backbone.parameters(), 0.05), torch.optim.SGD(self.head.parameters(), 0.05)
+
+
+class TakingTwo(Case):
+    """Takes its batches itself, two for the first step of an epoch, whose end lowers the rate."""
+
+    def training_step(self, dataloader_iter: Iterator[Any]) -> torch.Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        if batch_idx == 0:
+            more, batch_idx, _ = next(dataloader_iter)
+            batch = torch.cat([batch, more])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.diary[self.current_epoch, 10 + self.trainer.fit_loop.batch_idx] = f"begun with {batch_idx}"
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), 0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
 
 class Unfreezing(Case):
@@ -358,6 +377,7 @@ def weights(module: nn.Module) -> list[str]:
 
 CASES: dict[str, tuple[Callable[[], Case], Callable[[], Any] | None, dict[str, Any]]] = {
     "in-turns": (InTurns, table, {}),
+    "batches-by-itself": (TakingTwo, lambda: table(3), {}),
     "unfrozen": (Unfreezing, table, {}),
     "resting": (Resting, table, {}),
     "told": (Telling, lambda: DataLoader(Told(), 4, shuffle=True), {}),

@@ -229,6 +229,7 @@ class Fitting:
     data: Any = None
     monitors: bool = False  # a scheduler of a figure
     kind: str = "AdamW"
+    compiles: bool = False
 
 
 class Even(Noisy):
@@ -298,7 +299,8 @@ def fit(case: Fitting, until: int) -> dict[str, Any]:
     )
     data = case.data or (Noisy() if case.draws else Even())
     with contextlib.suppress(Stopped):
-        trainer.fit(module, DataLoader(data, BATCH, **case.loader), DataLoader(Even(), BATCH))
+        given: Any = torch.compile(module, backend="eager") if case.compiles else module
+        trainer.fit(given, DataLoader(data, BATCH, **case.loader), DataLoader(Even(), BATCH))
     found["bits"][trainer.global_step] = bits(module.net, trainer.optimizers[0])
     return found
 
