@@ -450,7 +450,7 @@ def test_an_agent_that_dies_before_the_first_step_gets_left_over_copies_from_eac
     resumed = job.version(2)
     victims[order[1]].kill()  # the other one lives on for a while; else the third is given up at once
     ranks = [job.rank("a", number) for number in (0, 1)]
-    eventually(lambda: set(job.status("a")["workers"].values()) == {os.getpid()}, "the death of the workers")
+    eventually(lambda: job.status("a")["workers"][str(order[1])] == os.getpid(), "the death of the worker")
     job.open(ranks, resumed=resumed, sources={0: ["a"], 1: ["a"]})
     end_agent(job.run, "a")
     for number in order:
