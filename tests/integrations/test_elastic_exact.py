@@ -118,7 +118,7 @@ def test_fits_on_other_numbers_of_workers_go_on_with_the_same_bits(tmp_path: Pat
 
 
 def test_a_fit_has_the_bits_of_lightnings_own_ddp(tmp_path: Path) -> None:
-    """Of two workers, whose sum has no order; where nothing is drawn, whose generators are others."""
+    """A sum of two has one order only, and the script draws nothing: the generators of DDP's workers are others."""
     case, bits = Fitting(ranks=2, accumulation=2, draws=False), []
     for workers, ranks in ((2, None), (2, 2), (1, 2)):
         with World(tmp_path, workers, **LAUNCHED | {"LOCAL_WORLD_SIZE": str(workers)}) as world:

@@ -30,6 +30,9 @@ import gemini_ft
 from gemini_ft.lightning import GeminiDeepSpeedStrategy, GeminiFabricStrategy, GeminiModelParallelStrategy, GeminiStrategy
 from gemini_ft.testing import digest
 
+# Options of a Trainer.
+QUIET: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+
 SAMPLES, BATCH, GLOBAL = 72, 2, 12  # micro-batches of 2, and steps of 12 samples: 6 micro-batches of all ranks
 
 
@@ -285,7 +288,6 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
         strategy: Any = GeminiDeepSpeedStrategy(config=config, process_group_backend="gloo", **case.options)
     else:
         strategy = (GeminiModelParallelStrategy if case.is_sharded else GeminiStrategy)(process_group_backend="gloo", **case.options)
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,
@@ -293,7 +295,7 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
         max_epochs=case.epochs,
         accumulate_grad_batches=case.accumulation,
         num_sanity_val_steps=0,
-        **quiet,
+        **QUIET,
     )
     with contextlib.suppress(Stopped):
         trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers), ckpt_path=case.checkpoint)

@@ -242,6 +242,7 @@ class Even(Noisy):
 def fit(case: Fitting, until: int) -> dict[str, Any]:
     """Trains until a step by the Trainer, with validations that draw; returns the bits of each step."""
     import lightning as L
+    from elastic_case import QUIET
 
     from gemini_ft.lightning import GeminiStrategy
 
@@ -285,7 +286,6 @@ def fit(case: Fitting, until: int) -> dict[str, Any]:
     module, world = Module(), int(os.environ["WORLD_SIZE"])
     options = {"elastic": "exact", "logical_ranks": case.ranks or None, "interval": 1}
     strategy: Any = GeminiStrategy(process_group_backend="gloo", **options, **case.strategy) if case.ranks is not None else "ddp"
-    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = L.Trainer(
         accelerator="cpu",
         devices=world,
@@ -294,7 +294,7 @@ def fit(case: Fitting, until: int) -> dict[str, Any]:
         accumulate_grad_batches=case.accumulation,
         gradient_clip_val=0.5,
         deterministic=True,
-        **quiet,
+        **QUIET,
         **case.trainer,
     )
     data = case.data or (Noisy() if case.draws else Even())
