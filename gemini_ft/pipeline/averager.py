@@ -49,6 +49,7 @@ class Averager:
     Attributes:
         step: steps that are over, the same on all ranks.
         computing: seconds of the last one without averages that were waited for; 0: not known.
+        is_apart: whether averages begin after the last gradient of a step, so that they take nothing from what is computed until then.
     """
 
     def __init__(self, tensors: Sequence[Described], rules: Rules, group: Any, control: Any, device: torch.device) -> None:
@@ -60,7 +61,7 @@ class Averager:
         self.plan = first_plan(tensors, rules)
         self.telemetry = Telemetry(rules)
         self.controls = Controls(rules, tensors, self.world)
-        self.step, self.computing = 0, 0.0
+        self.step, self.computing, self.is_apart = 0, 0.0, False
         self.rounds = 0  # of averaging; more than one per step where buckets come one by one
         self._lanes = Lanes(device, self._broken)
         self._failures = Failures(group, control, dist.get_process_group_ranks(control) if control is not None else ())
@@ -117,7 +118,7 @@ class Averager:
         if self._awaited is None:
             self._awaited = self._next_awaited()
         self._awaited.discard(name)
-        while not self._awaited and self._launched < len(self._plan.groups):
+        while not self._awaited and self._launched < len(self._plan.groups) and not (self.is_apart and self.missing()):
             self._launch(self._plan.groups[self._launched])
             self._launched += 1
             self._awaited = self._next_awaited()

@@ -274,6 +274,7 @@ class Tuner:
         self._computing: list[float] = []  # seconds of the steps that were watched, without averages
         self.settled = not self._rules
         self.apart: float | None = None
+        self._watch()
 
     def step_over(self) -> None:
         """Records that a step is over, and nothing is under way. Collective at some steps."""
@@ -302,6 +303,12 @@ class Tuner:
         self.settled, self._count = state["settled"], state["count"]
         self._trials = [_RuleTrial.unpack(each) for each in state["trials"]]
         self._last, self.apart, self._computing = None, None, []
+        self._watch()
+
+    def _watch(self) -> None:
+        """Keeps averages apart from what is computed in steps that are watched, if training alone is predicted from them."""
+        is_compared = any(rule.quality == "loss" for rule in self._averager.rules)
+        self._averager.is_apart = is_compared and not (self.settled or self._trials)
 
     def _plan(self) -> None:
         tensors, forward, ready = self._order()
@@ -317,6 +324,7 @@ class Tuner:
             if len(close := _worth_trying(found)) > 1 or apart is not None:
                 self._trials.append(_RuleTrial(rule, close, Trial.of(len(close)), apart))
         self._begin_trial()
+        self._watch()
 
     def _has_watched(self) -> bool:
         """Whether steps have been watched for so long on any rank. Collective."""

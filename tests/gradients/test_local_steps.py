@@ -176,6 +176,12 @@ def test_ranks_come_to_train_alone_and_do_so_as_by_diloco(ddp: bool, tmp_path: P
         assert found == [True] * len(found)
 
 
+def test_computing_is_watched_while_nothing_travels(tmp_path: Path) -> None:
+    """Training alone is predicted from steps whose averages, on the same processors, begin after the last gradient."""
+    for rule, is_undisturbed in ((local_steps_case.CHOOSES, True), ({"params": "*", "fusion": "auto"}, False)):
+        assert on_ranks(tmp_path, 2, local_steps_case.begins_after_the_last_gradient, rule) == [is_undisturbed] * 2
+
+
 def test_ranks_stay_together_where_training_alone_takes_longer_to_a_loss(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 2, local_steps_case.stays_together) == [(True, True)] * 2
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from engine_pipeline_case import Net
+from local_steps_case import chosen_by_words
 from torch.nn import functional
 
 Rules = Sequence[Mapping[str, Any]] | None
@@ -23,6 +24,7 @@ class Case:
         rules: of the pipeline; None: Lightning's own strategy.
         hook: the user's own hook: "sum" (all-reduce), or "builtin".
         warm: whether a backward pass is made, and its gradients are thrown away, before anything is resumed.
+        alone: whether `auto`, by ``quality: loss``, comes to have ranks train alone.
         validates: whether the Trainer validates, beforehand and after each epoch.
         saved: whether Fabric's loop saves every step, and goes on where it was.
         options: of the strategy.
@@ -35,6 +37,7 @@ class Case:
     hook: str = ""
     fabric: bool = False
     warm: bool = False
+    alone: bool = False
     validates: bool = False
     saved: bool = False
     log_every: int = 1
@@ -130,6 +133,8 @@ def train(case: Case) -> dict[str, Any]:
         def log_hyperparams(self, *args: Any, **kwargs: Any) -> None: ...
 
     package.seed_everything(7, verbose=False)
+    if case.alone:
+        chosen_by_words(1e-9)
     calls, recorder = Calls(), Recorder()
     strategy = make_strategy(case, calls)
     module = Module()

@@ -28,10 +28,10 @@ from torch.utils.data import DistributedSampler
 
 import gemini_ft
 from gemini_ft.compression.sparse import TopK
-from gemini_ft.pipeline import host_groups
+from gemini_ft.pipeline import host_groups, plan
 from gemini_ft.pipeline.qualities import LOCAL, WAYS
 from gemini_ft.pipeline.routes import Plain
-from gemini_ft.pipeline.rules import load_rules
+from gemini_ft.pipeline.rules import Buckets, load_rules
 from gemini_ft.pipeline.telemetry import Telemetry
 from gemini_ft.pipeline.tuner import Candidate, Candidates
 from gemini_ft.testing import digest, first_difference
@@ -571,6 +571,24 @@ def goes_apart(ddp: bool) -> list[bool]:
         mixed.load(states[since + 30])
         found.append(mixed.train(since + 31) == expected)
     return [*found, not alike(digest(states[40][0])), alike(digest(states[first + 24][0]))]
+
+
+def begins_after_the_last_gradient(rule: Mapping[str, Any]) -> bool:
+    """Whether nothing is averaged in a first step, whose tensors each travel alone, before all its gradients are there."""
+    join()
+    patch.object(plan, "DEFAULT_FUSION", Buckets(bucket=1)).start()
+    chosen, seen = Chosen(False, rule=rule), list[str]()
+
+    def all_reduce(*arguments: Any, **more: Any) -> Any:
+        seen.append("average")
+        return whole(*arguments, **more)
+
+    whole = dist.all_reduce
+    for param in chosen.model.parameters():
+        param.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
+    with closing(chosen.synchronizer), patch.object(dist, "all_reduce", all_reduce):
+        chosen.train(0, 1)
+    return seen.index("average") >= seen.count("gradient") - 1  # the synchronizer's own hook of the last one comes before
 
 
 def stays_together() -> tuple[bool, bool]:
