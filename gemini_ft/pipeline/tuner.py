@@ -10,7 +10,6 @@ method: none is kept that is slower. Where steps are long, few candidates are tr
 from __future__ import annotations
 
 import logging
-import statistics
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -114,7 +113,7 @@ class Candidates:
         own = [tensor for tensor in self._tensors if tensor.rule == number]
         costs, nbytes = self._costs(number, "bf16", own), sum(tensor.nbytes for tensor in own)
         average = costs.encode.cost(nbytes) + costs.communicate.cost(nbytes) + costs.decode.cost(nbytes)
-        alone = statistics.median(computing or [self._forward + max(self._ready.values())])
+        alone = min(computing, default=self._forward + max(self._ready.values()))  # what comes between only makes steps longer
         return slowest([alone + average / (self._averager.rules[number].apart.every or 1)], self._averager.group)[0]
 
     def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str) -> list[Candidate]:
