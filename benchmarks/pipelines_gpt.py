@@ -257,7 +257,8 @@ def again(cells: Cells, losses: Losses, options: argparse.Namespace) -> dict[str
 
 def kept(found: Mapping[str, bool], also: str) -> str:
     odd = [row for row, is_same in found.items() if not is_same]
-    said = f"BUT THE FIRST LOSSES OF {', '.join(odd)} ARE OTHERS NOW" if odd else "the present code has the same first losses, but for the last bit of a sum over ranks"
+    same = "the present code has the same first losses, but for the last bit of a sum over ranks"
+    said = f"BUT THE FIRST LOSSES OF {', '.join(odd)} ARE OTHERS NOW" if odd else same
     cells = f"Cells of {', '.join(found)} are those of {also}, by code that has changed since (`git diff {also}`)"
     return f"{cells}; {said} ({AGAIN} steps, seed 0)."
 

@@ -244,8 +244,6 @@ class GeminiConfig(_Model):
             raise ValueError("straggler='drain' with straggler_factor=0: no rank is ever named as slow; give a factor above 1")
         if self.spare == "warm" and self.restart != "in_place":
             raise ValueError("spare='warm' with restart='process': only workers that begin anew in their process can wait; choose restart='in_place'")
-        if self.elastic and self.restart == "in_place":
-            raise ValueError(f"elastic={self.elastic!r} with restart='in_place': another number of ranks begins in new processes; leave restart out")
         if self.logical_ranks and self.elastic != "exact":
             raise ValueError(f"logical_ranks={self.logical_ranks} with elastic={self.elastic!r}: they are for elastic='exact'; give that, or leave them out")
         if self.chunk_bytes % 64:

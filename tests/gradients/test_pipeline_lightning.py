@@ -139,7 +139,8 @@ def test_residuals_survive_a_kill(tmp_path: Path, case: Case) -> None:
     """What follows has the bits of a run that nobody has killed, though a backward pass is pending at each resume."""
     with World(tmp_path, 2) as others, World(tmp_path, 2) as ranks:
         undisturbed = others.start(every, {"run": case})
-        results = ranks.finish(every, {"run": case}, GEMINI_FAULTS=f"step=3:rank=0:sigkill; step={20 if case.alone else 6}:rank=1:sigkill:moment=in_copy")
+        faults = f"step=3:rank=0:sigkill; step={20 if case.alone else 6}:rank=1:sigkill:moment=in_copy"
+        results = ranks.finish(every, {"run": case}, GEMINI_FAULTS=faults)
         assert ranks.restarts == 2
         expected = undisturbed.results()
     for found, other in zip(results, expected, strict=True):

@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from agent_kit import end_agent, preload
 from elastic_case import BATCH, GLOBAL, SAMPLES, Case, Net, fabricate, fit, loader_of, samples, sharded, train
+from elastic_hosts import go_and_come
 from rank_kit import World, on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import gemini_ft
 from gemini_ft.dcp import GeminiWriter
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError
-from gemini_ft.testing import EmulatedHosts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -325,25 +325,9 @@ def test_fifty_changes_of_the_number_of_ranks(tmp_path: Path, is_sharded: bool) 
 
 
 @pytest.mark.soak  # in short: the jobs above, of a launcher in miniature
-def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(tmp_path: Path) -> None:
-    program = ["--nnodes=2:3", "--rdzv-conf=is_host=0,last_call_timeout=1", str(CASE), str(tmp_path / "ours"), "14"]
-    with EmulatedHosts(3, program, tmp_path) as hosts:
-
-        def sizes() -> list[int]:
-            return [len(event["hosts"]) for event in hosts.events("joined") if event["rank"] == 0]
-
-        def goes_on() -> bool:
-            steps = hosts.events("step")
-            return bool(steps) and steps[-1]["iteration"] > reached + 3
-
-        reached = 0
-        hosts.wait_for(goes_on)
-        hosts.kill("host2")
-        hosts.wait_for(lambda: sizes()[-1] == 2)
-        reached = hosts.events("step")[-1]["iteration"]
-        hosts.wait_for(goes_on)
-        hosts.add()
-        hosts.finish(200)
-        assert sizes() == [3, 2, 3]
+@pytest.mark.parametrize("restart", ["process", "in_place"])
+@pytest.mark.parametrize("job", ["plain", "lightning"])
+def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(tmp_path: Path, job: str, restart: str) -> None:
+    go_and_come([str(CASE), str(tmp_path / "ours"), "14", job], tmp_path, restart)
     for epoch, steps in samples(tmp_path / "ours").items():
         assert sorted(chain.from_iterable(steps.values())) == list(range(SAMPLES)), epoch

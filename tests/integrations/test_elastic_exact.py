@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import exact_case
 import pytest
 import torch
 from agent_kit import end_agent, preload
 from elastic_case import Case as Batches
 from elastic_case import engage, fabricate, fit
+from elastic_hosts import go_and_come
 from exact_case import COUNT, Case, Even, Fitting, loader_of, made, oracle, refusals, train
 from exact_case import fit as fit_exactly
 from lightning.pytorch.callbacks import EarlyStopping
@@ -203,6 +207,20 @@ def test_fifty_changes_of_the_number_of_workers_with_the_same_bits(tmp_path: Pat
     assert done == max(plain["bits"])
     assert {number: found for each in results for number, found in each["ranks"].items()} == plain["ranks"]
     print(f"{done} steps, {len(seen)} compared; {died} attempts died; workers {sizes}")
+
+
+@pytest.mark.soak  # in short: the jobs above, of a launcher in miniature
+@pytest.mark.parametrize("restart", ["process", "in_place"])
+@pytest.mark.parametrize("job", ["plain", "lightning"])
+def test_hosts_that_go_and_come_leave_all_bits(tmp_path: Path, job: str, restart: str) -> None:
+    go_and_come([exact_case.__file__, str(tmp_path / "ours"), job], tmp_path, restart)
+    with World(tmp_path, 1, **LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}) as ranks:
+        alone = partial(oracle, exact_case.PLAIN) if job == "plain" else partial(fit_exactly, exact_case.FITTED, END)
+        [plain] = ranks.outcome(alone)
+    for found in (json.loads((tmp_path / f"ours.{rank}").read_text()) for rank in range(3)):
+        assert found["start"] > 0
+        assert found["bits"] == {step: plain["bits"][int(step)] for step in found["bits"]}
+        assert str(max(plain["bits"])) in found["bits"]
 
 
 def unlike(what: str) -> None:

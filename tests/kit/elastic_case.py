@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,7 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
             with open(f"{out}.{rank}", "a") as trace:
                 step, epoch = self.trainer.global_step, self.trainer.current_epoch
                 trace.write(f"{found['this']} {step} {epoch} {' '.join(map(str, ids.tolist()))}\n")
+            time.sleep(case.pause)
             return loss
 
         def on_train_start(self) -> None:
@@ -382,4 +384,5 @@ def engage(case: Case, out: str, until: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    train(Case(epochs=int(sys.argv[2]), pause=0.1), sys.argv[1], 10**9)
+    job = fit if sys.argv[3:] == ["lightning"] else train
+    gemini_ft.run(partial(job, Case(epochs=int(sys.argv[2]), pause=0.1), sys.argv[1], 10**9))

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import os
 import random
+import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -230,6 +234,7 @@ class Fitting:
     monitors: bool = False  # a scheduler of a figure
     kind: str = "AdamW"
     compiles: bool = False
+    pause: float = 0.0
 
 
 class Even(Noisy):
@@ -255,6 +260,7 @@ def fit(case: Fitting, until: int) -> dict[str, Any]:
 
         def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
             found["numbers"].append(number)
+            time.sleep(case.pause)
             loss: torch.Tensor = self.net(batch).square().mean()
             return loss
 
@@ -305,6 +311,9 @@ def fit(case: Fitting, until: int) -> dict[str, Any]:
     return found
 
 
+PLAIN, FITTED = Case(epochs=20, pause=0.1), Fitting(epochs=20, pause=0.1)  # of whole hosts, that have time to go and to come
+
+
 def refusals(cases: dict[str, Fitting]) -> dict[str, str]:
     """The texts that fits end with, by name."""
     told = {}
@@ -314,3 +323,9 @@ def refusals(cases: dict[str, Fitting]) -> dict[str, str]:
         except Exception as error:
             told[name] = f"{type(error).__name__}: {error}"
     return told
+
+
+if __name__ == "__main__":
+    out, kind = sys.argv[1:]
+    job = partial(fit, FITTED) if kind == "lightning" else partial(train, PLAIN)
+    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(gemini_ft.run(partial(job, 10**9)), default=str))

@@ -19,7 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import gemini_ft
-from gemini_ft.config import load_config
 from gemini_ft.errors import ConfigError, GeminiError, LayoutMismatchError, StateError, UnsupportedStateError
 from gemini_ft.state import logical
 from gemini_ft.state.logical import LogicalRanks
@@ -393,8 +392,6 @@ def test_workers_that_begin_with_other_models_are_refused() -> None:
 def test_options_without_logical_ranks_are_refused_before_the_job_joins() -> None:
     with pytest.raises(ConfigError, match=r"for plain loops with checkpointer.logical_ranks\(\), and for Lightning.* leave it out here"):
         checkpointer_of().resume()
-    with pytest.raises(ConfigError, match=r"elastic='exact' with restart='in_place'.* leave restart out"):
-        load_config({"elastic": "exact", "restart": "in_place"})
 
 
 @pytest.mark.parametrize(("workers", "count"), [(1, 4), (2, 4), (3, 4), (4, 4), (3, 8), (5, 7)])

@@ -20,7 +20,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 import gemini_ft
-from gemini_ft.config import load_config
 from gemini_ft.core.layout import Layout, TensorSpec, build_layout
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError, WorldSizeError
 from gemini_ft.launch import notes
@@ -228,8 +227,6 @@ def test_where_nobody_asks_for_the_accumulation_it_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="for plain loops, Fabric and Lightning's Trainer"):
         gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), elastic="batch").open()
-    with pytest.raises(ConfigError, match="leave restart out"):
-        load_config({"elastic": "batch", "restart": "in_place"})
 
 
 def test_a_trainer_that_counts_batches_of_its_own_is_refused() -> None:
