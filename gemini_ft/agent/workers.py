@@ -115,6 +115,10 @@ class WorkerConnection:
         self.close()
         self._handler.on_worker_dead(self)
 
+    def _broken(self) -> None:
+        self._readable()  # what the worker said before it hung up still counts: its goodbye, perhaps
+        self._hang_up()
+
     def _hang_up(self) -> None:
         """Ends the connection and tells the office, whichever side ends it: the silence would look like a hang."""
         if self._connected:
@@ -177,7 +181,7 @@ class WorkerConnection:
                 self._loop.add_writer(self._socket, self._writable)
                 return
             except OSError:
-                self._loop.call_soon(self._hang_up)  # not in the middle of the office's work
+                self._loop.call_soon(self._broken)  # not in the middle of the office's work
                 return
             for fd in fds:
                 os.close(fd)

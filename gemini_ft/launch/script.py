@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +32,7 @@ from gemini_ft.launch.failures import frames_of_script, raise_own, record, refus
 
 _COPY = "--copy="
 _PR_SET_PDEATHSIG = 1
-_STREAM: Any = io.IOBase.__base__  # of which all streams are subclasses; that class itself looks at registrations, too
+STREAM: Any = io.IOBase.__base__  # of which all streams are subclasses; that class itself looks at registrations, too
 _USAGE = 2  # status with which argparse, and all that is built on it, refuse what they are given
 
 
@@ -157,14 +158,22 @@ def _leave(status: int) -> None:
             record(error)
             raise
         _end_well()
+    spare_operators()
     atexit._run_exitfuncs()
-    for stream in [item for item in gc.get_objects() if issubclass(type(item), _STREAM)]:  # no proxy is asked
+    for stream in [item for item in gc.get_objects() if issubclass(type(item), STREAM)]:  # no proxy is asked
         try:
             if not stream.closed:  # of one that is detached, as a script's sys.stdout may be, that is an error, too
                 stream.flush()
         except Exception:
             status = 120 if stream is sys.stdout and not status else status  # as Python itself ends then
     os._exit(status)
+
+
+def spare_operators() -> None:
+    """Keeps exit handlers from unregistering torch's operators one by one, which takes longer than all that they do else."""
+    registry: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})
+    for finalizer in [each for each, call in registry.items() if getattr(call.func, "__module__", "") == "torch.library"]:
+        del registry[finalizer]
 
 
 def _run_script(script: str, copy: str | None, main: types.ModuleType) -> None:

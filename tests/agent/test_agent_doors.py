@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
@@ -34,10 +35,10 @@ from gemini_ft.errors import (
     SecretError,
 )
 from gemini_ft.wire.frames import BlockingWire
-from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, pack
+from gemini_ft.wire.messages import MAX_MESSAGE, PROTOCOL_VERSION, Failed, Notice, pack
 from gemini_ft.wire.peer_messages import Heartbeat, Rejoin, WayUp
 from gemini_ft.wire.trust import tls_context
-from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Hello, Launch, Left, Request
+from gemini_ft.wire.worker_messages import AskDrain, Draining, GetInventory, Goodbye, Hello, Launch, Left, Request
 
 SECRET = b"s" * 16  # of the kit's ranks
 
@@ -413,6 +414,26 @@ class TestLeaving:
         assert told_by_the_user.is_due()
         launches.alive.return_value = [Mock(Launch, pid=1, is_of_run=False)]
         assert Departure({"main": stream}, set(), launches).is_due(), "torchrun will not ask"
+
+    def test_what_a_worker_said_last_counts_also_if_it_is_told_something_before_that_is_read(self) -> None:
+        """Its goodbye would be lost, and the agent of a job that has ended well would stay, with a state that the next job would resume."""
+        heard = list[object]()
+        office = Mock(on_worker_message=lambda _, message, __: heard.append(message))
+
+        async def talk() -> None:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+            ours.setblocking(False)
+            worker = WorkerConnection(office, ours, os.getpid())
+            worker.send(Notice(text="of the last step, which the worker does not read"))
+            theirs.sendall(pack(Goodbye(finished=True)))
+            theirs.close()
+            worker.send(Notice(text="of the last copy"))  # while the loop does something else than to read
+            await asyncio.sleep(0.01)
+            worker.close()
+
+        asyncio.run(talk())
+        assert heard == [Goodbye(finished=True)]
+        office.on_worker_hung_up.assert_called_once()
 
     def test_when_it_is_told_to(self, job: Job) -> None:
         job.rank("a", 0)

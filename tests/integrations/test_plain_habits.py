@@ -32,12 +32,14 @@ from gemini_ft.errors import ConfigError, ReplicaDivergedError, UnsupportedState
 pytestmark = pytest.mark.preloaded("torchmetrics")
 
 CASE = Path(__file__).parents[1] / "kit" / "habits_case.py"
-LOOPS = ["scaler", "lbfgs", "averages", "adversaries", "unfreezes", "normed", "unzeroed", "generators"]
+LOOPS = ["scaler", "lbfgs", "averages", "adversaries"]
+OTHERS = ["unfreezes", "normed", "unzeroed", "generators"]
 LOADERS = ["zipped", "counted", "mapped", "chained", "in_turns", "in_twos", "teed", "accumulates"]
 # Of three ranks one, and then two, have no more inputs; and in the next epoch.
 UNEVEN = ["1:uneven:0:4", "2:uneven:0:6", "0:uneven:1:2"]
 CELLS = {
     "loops": (2, Cell({"trainings": LOOPS}, ["0:4", "1:6"])),
+    "other loops": (2, Cell({"trainings": OTHERS}, ["0:4", "1:6"])),
     "loaders": (2, Cell({"trainings": LOADERS}, ["0:4", "1:6"])),
     "uneven": (3, Cell({"trainings": ["uneven"]}, UNEVEN)),
 }

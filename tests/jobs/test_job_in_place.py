@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -249,9 +250,11 @@ def test_a_rank_that_ends_early_as_if_it_were_done_is_noticed_at_once(restart: s
 
 def test_a_survivor_that_is_stuck_is_replaced(tmp_path: Path) -> None:
     """And a rank that waits for it stays, unless it waits for one that is stopped while the group is made."""
-    whole = job(tmp_path / "whole", keeper="nothing", restart="process", workers=3)
     deeds = [f"{number}:0:{4 + 2 * number}:{deed}" for number, deed in enumerate(["stop", "sleep", "swallow"])]
-    outcome = job(tmp_path / "job", *deeds, "0:1:4:raise", "1:1:6:raise", "2:1:8:raise", "3:1:start:stop", workers=3, timeout="2")
+    with ThreadPoolExecutor() as threads:  # the job mostly waits
+        undisturbed = threads.submit(job, tmp_path / "whole", keeper="nothing", restart="process", workers=3)
+        outcome = job(tmp_path / "job", *deeds, "0:1:4:raise", "1:1:6:raise", "2:1:8:raise", "3:1:start:stop", workers=3, timeout="2")
+    whole = undisturbed.result()
     assert (whole.status, outcome.status) == (0, 0), outcome.output
     assert outcome.bits == whole.bits
     assert [len({*rank.pids}) for rank in outcome.ranks][:2] == [4, 2], outcome.output

@@ -26,7 +26,6 @@ import functools
 import gc
 import importlib.machinery
 import inspect
-import io
 import os
 import re
 import runpy
@@ -36,7 +35,6 @@ import subprocess
 import sys
 import threading
 import types
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -44,7 +42,7 @@ from typing import Any, NoReturn
 from gemini_ft.hosts import began
 from gemini_ft.launch.forkserver import OPTIONAL, Renewal
 from gemini_ft.launch.preload import ALWAYS, VENDORS
-from gemini_ft.launch.script import die_with, starter
+from gemini_ft.launch.script import STREAM, die_with, spare_operators, starter
 from gemini_ft.wire import channel as messages
 
 _LAUNCHERS = ("torch.distributed.run", "gemini_ft.cli.commands", "gemini_ft.cli.store", "gemini_ft.launch.launcher")
@@ -535,11 +533,9 @@ def main() -> None:
 def _leave(status: int) -> NoReturn:
     """Ends this process as Python does, but without taking apart what its server has loaded: that takes longer than all that a job does."""
     threading._shutdown()  # type: ignore[attr-defined]
-    for finalizer in weakref.finalize._registry:  # type: ignore[attr-defined]  # torch's operators would be unregistered one by one
-        if (call := finalizer.peek()) is not None and call[1].__module__ == "torch.library":
-            finalizer.atexit = False
+    spare_operators()
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr, *(item for item in gc.get_objects() if issubclass(type(item), io.IOBase) and not item.closed)):
+    for stream in (sys.stdout, sys.stderr, *(item for item in gc.get_objects() if issubclass(type(item), STREAM) and not item.closed)):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(status)

@@ -118,13 +118,17 @@ def test_endings(case: str, tmp_path: Path) -> None:
 
 
 FAILS = """
-import atexit, io, sys, threading, time
+import atexit, io, sys, threading, time, weakref
 sys.stdout = io.TextIOWrapper(sys.stdout.detach())
 class Last:
     def __del__(self, sleep=time.sleep, seconds=float(sys.argv[1])):
         sleep(seconds)
 file, last = open("kept", "w"), Last()
 file.write("kept")
+def unregister():  # not where the interpreter is not taken apart
+    assert sys.argv[1] == "0" or print("unregistered", flush=True)
+unregister.__module__ = "torch.library"
+weakref.finalize(last, unregister), weakref.finalize(last, print, "finalizer", flush=True)
 atexit.register(lambda: print("exit handler", sys.last_value, flush=True))
 threading.Thread(target=lambda: (time.sleep(0.3), print("thread", flush=True))).start()
 raise ValueError("the reason")
@@ -139,7 +143,7 @@ def test_a_script_that_fails_ends_as_under_python_but_is_not_taken_apart(tmp_pat
         begin = time.monotonic()
         done = subprocess.run([sys.executable, *program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
         found.append((done.returncode, done.stdout, done.stderr.splitlines()[-1], (tmp_path / "kept").read_text()))
-    assert found == [(1, "thread\nexit handler the reason\n", "ValueError: the reason", "kept")] * 2
+    assert found == [(1, "thread\nexit handler the reason\nfinalizer\n", "ValueError: the reason", "kept")] * 2
     assert time.monotonic() - begin < 30.0
 
 
