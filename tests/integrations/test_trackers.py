@@ -211,7 +211,7 @@ def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_noth
     now, asked = [100.0], list[str]()
     accounts: list[dict[str, Any]] = [{}, {"streams": {"other": {}}}]
     runs = [
-        {"seconds": {"training": 3.0, "replay": 1.0}, "failures": [{"count": 2}, {"count": 1}]},
+        {"seconds": {"training": 2.0, "validation": 1.0, "replay": 1.0}, "failures": [{"count": 2}, {"count": 1}]},
         {"seconds": {"training": 0.0}, "failures": []},
         None,
     ]
@@ -229,5 +229,6 @@ def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_noth
         assert figures.due() == {}
         now[0] += 31
     assert asked == ["r"] * 5
-    told = {"gemini/training_seconds": 3.0, "gemini/replay_seconds": 1.0, "gemini/goodput": 0.75, "gemini/restarts": 3.0}
+    told = {"gemini/training_seconds": 2.0, "gemini/validation_seconds": 1.0, "gemini/replay_seconds": 1.0}
+    told |= {"gemini/goodput": 0.75, "gemini/restarts": 3.0}
     assert found == [{}, {}, told, {"gemini/training_seconds": 0.0, "gemini/goodput": 0.0, "gemini/restarts": 0.0}, {}]
