@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,50 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
     assert (f"step=8.ckpt: not known to be written before the failure, and {why}" in caplog.text) == (not is_there)
     if is_there:
         same(loaded(folder), {"step=8.ckpt": loaded(tmp_path / "plain")["step=8.ckpt"]})
+
+
+@pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint:UserWarning")
+def test_a_link_is_there_before_its_file_and_keeps_no_start_from_going_on_if_that_is_lost(
+    fit: Callable[..., Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also the first one, in a folder that is not there yet; ``ckpt_path="last"`` follows it."""
+    dead, reading = threading.Event(), checkpoint_io.WholeTensors.read
+
+    def files() -> Any:
+        return ModelCheckpoint(tmp_path / "files", "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
+
+    def last(trainer: Any, module: Case) -> None:
+        monkeypatch.setattr(trainer, "fit", partial(trainer.fit, ckpt_path="last"))
+
+    def read(tensors: Any) -> Any:
+        if (tmp_path / "files" / "step=4.ckpt").exists():
+            assert dead.wait(200)
+            raise RecoveryError("dead")
+        return reading(tensors)
+
+    class Dying(Case):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if self.crash == (self.current_epoch, batch_idx):
+                dead.set()
+            return super().training_step(batch, batch_idx)
+
+    def missing(*_: Any) -> Any:
+        raise RecoveryError("a host was lost")
+
+    options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [GeminiCheckpointIO()], "before": last, "callbacks": [files]}
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_io.WholeTensors, "read", read)
+        with pytest.raises(Boom):
+            fit(Dying, table, "gemini", CRASH, **options)
+    assert os.readlink(tmp_path / "files" / "last.ckpt") == "step=8.ckpt"
+    with monkeypatch.context() as patched, pytest.raises(Boom):
+        patched.setattr(checkpoint_io, "shards_of", missing)
+        fit(Case, table, "gemini", (1, 4), **options)
+    assert "step=8.ckpt: not known to be written before the failure, and it cannot be now: a host was lost" in caplog.text
+    with pytest.raises(Boom):
+        fit(Case, table, "gemini", (1, 5), **options)
+    fit(Case, table, "gemini", **options)
+    assert os.readlink(tmp_path / "files" / "last.ckpt") == "step=16.ckpt"
 
 
 def test_a_fit_goes_on_with_it_that_had_begun_without(fit: Callable[..., Case], tmp_path: Path, written: dict[str, str]) -> None:
