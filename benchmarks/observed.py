@@ -86,7 +86,7 @@ def report(rounds: Sequence[Mapping[str, float]], found: Mapping[str, common.Spr
 copies. {len(rounds)} rounds of fresh processes, in each all rows in random order, with agents of their own; medians over rounds and their
 95 % intervals; ratios are against the first row of the same round. `observed_vs_not` is what an iteration costs with the second row on and
 comparisons every {EVERY} steps, as by default, and `observed_and_replayed_vs_not` with `verify: replay` as well; the aim is at most 1.01.
-`processor` is the time for which a rank, its agent and the reader of its figures kept a processor busy in an iteration: other work on the machine
-changes that less.
+`processor` is the time for which a rank, its agent and the reader of its figures kept a processor busy in an iteration, which
+other work on the machine changes less.
 
 """ + "\n".join(lines)
