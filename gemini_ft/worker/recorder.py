@@ -301,9 +301,9 @@ class Recorder:
             yield
         finally:
             self._suspended -= 1
-            seconds = time.monotonic() - began if validates else 0.0
+            seconds = time.monotonic() - began if validates and not self._suspended else 0.0
             self._sign_of_life(iteration, seconds)
-            if validates:
+            if seconds:
                 self.events.write("validated", iteration=iteration, seconds=seconds)
 
     def leave_if_drained(self, iteration: int) -> None:

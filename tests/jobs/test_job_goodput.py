@@ -45,7 +45,9 @@ def test_the_time_of_a_rank_that_is_stopped_is_no_training(tmp_path: Path, capsy
 def _validate(iteration: int, net: Any, optimizer: Any, checkpointer: Any) -> bool:
     if iteration == 9:
         with checkpointer.paused():
-            time.sleep(0.3)
+            time.sleep(0.15)
+            with checkpointer.paused():
+                time.sleep(0.15)
         with checkpointer.paused(validates=False):
             time.sleep(0.3)
     return False
