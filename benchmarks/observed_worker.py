@@ -13,12 +13,13 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -27,7 +28,7 @@ import gemini_ft
 from common import MARK
 from gemini_ft.launch.endings import account_of
 from load import Load
-from observed import CELLS, NEVER
+from observed import CELLS, NEVER, PROCESSOR
 
 WARM_UP = 5  # iterations of a block before it is timed
 BUCKET_MB = 1  # of DDP: many collectives, each of which is observed
@@ -44,8 +45,8 @@ while True:
 
 
 @contextlib.contextmanager
-def fetched(run: str, token: str) -> Iterator[None]:
-    """Inside, another process fetches this host's figures, and the page's document, once a second.
+def fetched(run: str, token: str) -> Iterator[list[int]]:
+    """Inside, another process fetches this host's figures, and the page's document, once a second; yields its id.
 
     Raises:
         TimeoutError: the agent serves no page.
@@ -57,14 +58,20 @@ def fetched(run: str, token: str) -> Iterator[None]:
             raise TimeoutError(f"run {run}: no figures are served")
         time.sleep(0.05)
     with subprocess.Popen([sys.executable, "-c", _FETCH, address, token], stdin=subprocess.DEVNULL) as reader:
-        yield
+        yield [reader.pid]
         if reader.poll() is not None:
             raise RuntimeError("the figures could not be fetched")
         reader.kill()
 
 
-def block(name: str, number: int, load: Load, steps: int, folder: Path) -> float:
-    """Mean seconds of an iteration of this rank."""
+def busy(pids: Sequence[int]) -> float:
+    """Seconds for which this process, and those with these ids, have been on a processor."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return time.process_time() + sum(each.user + each.system for each in times)
+
+
+def block(name: str, number: int, load: Load, steps: int, folder: Path) -> tuple[float, float]:
+    """Mean seconds of an iteration of this rank, and those for which it kept a processor busy, with its agent and the reader."""
     cell, run = CELLS[name], f"{os.environ[MARK]}-{number}"
     token = folder / f"token-{dist.get_rank()}"
     token.write_text("a-token-of-the-benchmark")
@@ -96,10 +103,12 @@ def block(name: str, number: int, load: Load, steps: int, folder: Path) -> float
         return (time.perf_counter() - begin) / count
 
     iterate(WARM_UP)
-    with fetched(run, token.read_text()) if cell.is_watched else contextlib.nullcontext():
+    with fetched(run, token.read_text()) if cell.is_watched else contextlib.nullcontext([]) as readers:
+        before = busy(pids := [account_of(run)["pid"], *readers])
         seconds = iterate(steps)
+        processor = (busy(pids) - before) / steps
     checkpointer.close()
-    return seconds
+    return seconds, processor
 
 
 def main() -> None:
@@ -113,11 +122,13 @@ def main() -> None:
     load = Load(arguments.megabytes * 10**6, arguments.tokens, seed=0)
     load.model = DistributedDataParallel(load.model, bucket_cap_mb=BUCKET_MB)  # type: ignore[assignment]
     order = random.Random(arguments.seed).sample(list(CELLS), len(CELLS))
-    mine = {name: block(name, number, load, arguments.steps, arguments.folder) for number, name in enumerate(order)}
+    mine = dict[str, float]()
+    for number, name in enumerate(order):
+        mine[name], mine[f"{name}{PROCESSOR}"] = block(name, number, load, arguments.steps, arguments.folder)
     everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     if dist.get_rank() == 0:
-        (arguments.folder / "seconds.json").write_text(json.dumps({name: mean(each[name] for each in everyone) for name in order}))
+        (arguments.folder / "seconds.json").write_text(json.dumps({name: mean(each[name] for each in everyone) for name in mine}))
     dist.barrier()
 
 

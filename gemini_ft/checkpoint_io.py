@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -106,6 +107,8 @@ class FromMemory:
         if content is None:
             super().save_checkpoint(checkpoint, path, storage_options=storage_options)  # type: ignore[misc]
             return
+        if "://" not in str(path):  # else a link to it could not be made yet
+            os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         self._step = checkpoint["global_step"]
         self._files.append(_LateFile(path=str(path), content=content, parts=list(parts.values())))
 
@@ -143,7 +146,7 @@ class FromMemory:
         """Writes what has been saved from the live tensors, before they change. Raises StateError: they have."""
         if not self._files:
             return
-        with self._checkpointer.paused() if self._checkpointer is not None else nullcontext():
+        with self._checkpointer.paused(validates=False) if self._checkpointer is not None else nullcontext():
             self.wait()
             if self._files:
                 self._refuse_changes()

@@ -666,9 +666,12 @@ class Checkpointer:
         yield
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Switches hang detection off meanwhile, as no progress is expected (validation, saving)."""
-        with self._joined.suspended(self._iteration):
+    def paused(self, *, validates: bool = True) -> Iterator[None]:
+        """Switches hang detection off meanwhile, as no progress is expected.
+
+        ``validates``: whether `gemini goodput` counts the time as validation, and not as a part of the next step.
+        """
+        with self._joined.suspended(self._iteration, validates=validates):
             yield
 
     def close(self, finished: bool = True, interrupted: bool = False) -> None:

@@ -12,6 +12,7 @@ system's clock), ``pid``, ``run``, ``host``, ``rank`` and ``stream``, and beside
     fault      fault (as given), iteration, moment: injected by gemini_ft.faults.inject
     leader     epoch, leader: that host's agent leads the commits from now on, in place of another one; ``rank`` is null
     left       finished, interrupted; neither after a failure
+    validated  iteration, seconds: the loop was paused for so long after it
     waited     seconds: storage could not say for so long what there is to resume
     hang       cause, ranks, text, report: why the job hangs, as this host's agent has learnt before it kills workers (docs/metrics.md)
     straggler  ranks: those that are slow from now on, perhaps none; text: what has changed (docs/metrics.md); ``rank`` is null

@@ -120,10 +120,10 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._trainer.log(figures)
             control.should_log = is_due
         if control.should_evaluate or control.should_save:
-            self._pause()
+            self._pause(validates=control.should_evaluate)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._pause()
+        self._pause(validates=control.should_evaluate)
 
     # -- called by the extended Trainer
 
@@ -213,7 +213,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
             self._save(finished=True)
             self._protection.checkpointer.wait_before_update()  # the next lines may load the best model
-            self._pause()  # the next part may take long: evaluation, the export of the model
+            self._pause(validates=False)  # the next part may take long: evaluation, the export of the model
         return None
 
     # -- inside
@@ -256,11 +256,11 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             _log.info("%s is followed, not %s, which is %d steps %s it", followed, other, abs(done - then), place)
         return is_overtaken
 
-    def _pause(self) -> None:
+    def _pause(self, *, validates: bool) -> None:
         """Announces that no sign of life is due until the next step."""
         if self._protection is not None:
             self._paused.close()
-            self._paused.enter_context(self._protection.checkpointer.paused())
+            self._paused.enter_context(self._protection.checkpointer.paused(validates=validates))
 
     def _arrive(self, found: Mapping[str, Any]) -> None:
         """Puts random numbers and attributes back: on the way here loaders have drawn seeds, and callbacks have begun an epoch."""

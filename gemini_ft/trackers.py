@@ -93,5 +93,5 @@ class TimeFigures:
             return {}
         seconds, total = run["seconds"], sum(run["seconds"].values())
         found = {f"gemini/{phase.replace(' ', '_')}_seconds": float(value) for phase, value in seconds.items()}
-        goodput = seconds["training"] / total if total else 0.0
+        goodput = (seconds["training"] + seconds.get("validation", 0.0)) / total if total else 0.0
         return {**found, "gemini/goodput": goodput, "gemini/restarts": float(sum(failure["count"] for failure in run["failures"]))}

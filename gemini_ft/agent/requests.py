@@ -105,8 +105,11 @@ class Requests:
                 except SupersededError:
                     page.close()
                     raise
-            case wire.Progress(iteration=iteration, suspended=suspended):
-                self._current(worker).reached(iteration)
+            case wire.Progress(iteration=iteration, suspended=suspended, validated=seconds):
+                stream = self._current(worker)
+                stream.reached(iteration)
+                if seconds:
+                    stream.context.measures.time.validated(time.monotonic(), seconds)
                 self.hangs.progress(worker, suspended)
             case _:
                 stream = self._current(worker)

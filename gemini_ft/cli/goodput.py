@@ -25,6 +25,7 @@ from gemini_ft.storage.base import WORD
 from gemini_ft.storage.checkpoints import examine
 from gemini_ft.storage.opening import open_existing
 
+_OWN = (Phase.TRAINING, Phase.VALIDATION)
 _LOST = (Phase.DETECTION, Phase.RENDEZVOUS, Phase.STORAGE, Phase.RESTORE, Phase.REPLAY, Phase.STALL)
 
 
@@ -156,6 +157,8 @@ def _book(course: _StreamEvents, event: Mapping[str, Any], at: float) -> None:
             ledger.restored(at)
         case {"event": "step", "iteration": int(iteration)}:
             ledger.stepped(at, iteration, _seconds(event.get("blocked")))
+        case {"event": "validated", "seconds": seconds} if _is_number(seconds):
+            ledger.validated(at, _seconds(seconds))
         case {"event": "lost", "cause": str(cause), "host": str(host)}:
             number = event.get("incarnation")  # earlier versions do not say it
             ledger.failed(at, cause, host, course.before + number if isinstance(number, int) else None, _seconds(event.get("stood")))
@@ -205,8 +208,8 @@ def document(ledger: BookedTime) -> dict[str, Any]:
 
 def _shown(name: str, ledger: BookedTime) -> str:
     shares = ledger.shares()
-    rows = [(str(phase), in_words(ledger.seconds[phase]), f"{shares[phase]:.2%}") for phase in (Phase.TRAINING, *_LOST)]
-    lines = [f"{name}: {in_words(ledger.total)}, goodput {shares[Phase.TRAINING]:.2%}", table([("phase", "time", "share"), *rows])]
+    rows = [(str(phase), in_words(ledger.seconds[phase]), f"{shares[phase]:.2%}") for phase in (*_OWN, *_LOST)]
+    lines = [f"{name}: {in_words(ledger.total)}, goodput {ledger.goodput:.2%}", table([("phase", "time", "share"), *rows])]
     if ledger.failures:
         causes = [(failure.cause or "?", str(failure.count), *_times(failure)) for failure in by_cause(ledger.failures)]
         lines += ["", table([("cause", "failures", "lost", *map(str, _LOST)), *causes])]

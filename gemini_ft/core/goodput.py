@@ -24,6 +24,7 @@ class Phase(StrEnum):
     """The phases of a run, to which its time is booked."""
 
     TRAINING = "training"  # steps that are trained for the first time
+    VALIDATION = "validation"  # for which the loop was paused, before a step that is trained for the first time
     STALL = "checkpoint stall"  # the part of any step for which snapshots held up the training thread
     DETECTION = "detection"  # from the last step that ended until a worker was known to have failed
     RENDEZVOUS = "rendezvous"  # from there, or from the start, until all ranks have joined: processes end, start and meet
@@ -74,6 +75,12 @@ class BookedTime:
     def shares(self) -> Mapping[Phase, float]:
         """The share of each phase in the total time; the shares add up to 1, or are all 0 before any time has passed."""
         return {phase: seconds / self.total if self.total else 0.0 for phase, seconds in self.seconds.items()}
+
+    @property
+    def goodput(self) -> float:
+        """The share of the time that the script has used for its own ends."""
+        shares = self.shares()
+        return shares[Phase.TRAINING] + shares[Phase.VALIDATION]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,15 +248,15 @@ class TimeLedger(BookedTime):
         """Books the time of a step that a rank has ended; snapshots held up the step before it for ``blocked`` seconds."""
         if not self._is_running or step <= self._step:
             return
-        stall = min(blocked, max(0.0, at - self._at))
-        is_new = step > self._furthest
-        self._is_lost = self._is_lost and not is_new
-        trained = Phase.TRAINING if is_new else Phase.REPLAY
-        self._booked = (self._booked if trained is self._trained else 0.0) + max(0.0, at - stall - self._at)
-        self._trained, self._charged = trained, self.failures[-1] if self._is_lost else None
-        self._close(at - stall, trained)
+        self._train(at - min(blocked, max(0.0, at - self._at)), step)
         self._close(at, Phase.STALL)
         self._step, self._furthest = step, max(step, self._furthest)
+
+    def validated(self, at: float, seconds: float) -> None:
+        """Books the last ``seconds``, for which a rank's loop was paused."""
+        if self._is_running:
+            self._train(at - min(seconds, max(0.0, at - self._at)), self._step + 1)
+            self._close(at, Phase.VALIDATION if self._trained is Phase.TRAINING else Phase.REPLAY)
 
     def failed(self, at: float, cause: str, host: str, incarnation: int | None = None, stood: float = 0.0) -> None:
         """Books the time until the failure of a worker was known.
@@ -284,6 +291,15 @@ class TimeLedger(BookedTime):
         self._is_over = self._is_over or self._is_running or is_interrupted
 
     # -- inside
+
+    def _train(self, at: float, step: int) -> None:
+        """Books the time up to ``at`` to a step that is under way, or has just ended."""
+        is_new = step > self._furthest
+        self._is_lost = self._is_lost and not is_new
+        trained = Phase.TRAINING if is_new else Phase.REPLAY
+        self._booked = (self._booked if trained is self._trained else 0.0) + max(0.0, at - self._at)
+        self._trained, self._charged = trained, self.failures[-1] if self._is_lost else None
+        self._close(at, trained)
 
     def _leave_attempt(self, at: float) -> None:
         """Notes that another attempt began by ``at``: the one before had come to an orderly end, or has failed, also if nobody told."""

@@ -246,7 +246,7 @@ class GeminiFabricMixin(Gemini, _Strategy):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None) -> None:
         if not _is_ours(path):
-            with self._gemini_checkpointer.paused() if self._gemini_checkpointer else nullcontext():
+            with self._gemini_checkpointer.paused(validates=False) if self._gemini_checkpointer else nullcontext():
                 super().save_checkpoint(path, state, storage_options, filter)
             return
         if filter is not None:

@@ -177,7 +177,7 @@ class GeminiMixin(Gemini, _Strategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         self._gemini_fit.files.writes(filepath)
-        with self._gemini_fit.checkpointer.paused():
+        with self._gemini_fit.checkpointer.paused(validates=False):
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -205,6 +205,7 @@ class Progress(Message):
 
     iteration: int
     suspended: bool = False
+    validated: float = 0.0  # seconds for which the loop was paused until now
 
 
 class Watch(Message):

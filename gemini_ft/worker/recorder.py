@@ -281,9 +281,9 @@ class Recorder:
         self._step_over(iteration)
         self._sign_of_life(iteration)
 
-    def _sign_of_life(self, iteration: int) -> None:
+    def _sign_of_life(self, iteration: int, validated: float = 0.0) -> None:
         with contextlib.suppress(AgentError):  # its death is noticed, and mended, by the snapshot thread
-            self.client.tell(Progress(iteration=iteration, suspended=self._suspended > 0))
+            self.client.tell(Progress(iteration=iteration, suspended=self._suspended > 0, validated=validated))
 
     def excuse(self) -> None:
         """Excuses the resumed state from the failure that follows."""
@@ -291,16 +291,20 @@ class Recorder:
             self.client.tell(Excuse())
 
     @contextlib.contextmanager
-    def suspended(self, iteration: int) -> Any:
-        """Makes no sign of life due meanwhile."""
+    def suspended(self, iteration: int, *, validates: bool) -> Any:
+        """Makes no sign of life due meanwhile; ``validates``: the ledger of time has a phase for it."""
         self._suspended += 1
+        began = time.monotonic()
         self._diligence.begin()
         self._sign_of_life(iteration)
         try:
             yield
         finally:
             self._suspended -= 1
-            self._sign_of_life(iteration)
+            seconds = time.monotonic() - began if validates and not self._suspended else 0.0
+            self._sign_of_life(iteration, seconds)
+            if seconds:
+                self.events.write("validated", iteration=iteration, seconds=seconds)
 
     def leave_if_drained(self, iteration: int) -> None:
         """Ends this rank if its host is drained and the snapshot of ``iteration`` is safe; else a later one may be.

@@ -46,6 +46,7 @@ def test_a_run_that_fails_once() -> None:
     ledger.ended(124.0)
     assert ledger.seconds == {
         Phase.TRAINING: 2 + 1.5 + 3 + 1,
+        Phase.VALIDATION: 0,
         Phase.STALL: 0.5,
         Phase.DETECTION: 3,
         Phase.RENDEZVOUS: 4 + 3 + 1,
@@ -84,6 +85,33 @@ def test_a_rank_that_was_stopped_and_is_woken_for_the_autopsy_makes_no_training_
     ledger.failed(40.5, "hang", "b", 3, stood=10.0)
     assert (ledger.seconds[Phase.REPLAY], ledger.failures[1].seconds[Phase.REPLAY]) == (2.5, 2.5)
     assert ledger.failures[2].seconds == {Phase.DETECTION: 10}
+
+
+def test_validations_are_no_training_and_those_of_a_replay_are_lost() -> None:
+    """Also where a step is told after the validation that follows it, and where ranks pause at different times."""
+    ledger = TimeLedger(0.0)
+    ledger.joined(0.0, 1, 0)
+    ledger.stepped(2.0, 1, 0.0)
+    ledger.validated(12.0, 9.0)  # behind step 2, which is told of when the next one begins
+    ledger.validated(12.5, 9.0)  # another rank, of the same validation
+    ledger.stepped(13.0, 2, 0.0)
+    assert (ledger.seconds[Phase.TRAINING], ledger.seconds[Phase.VALIDATION], ledger.goodput) == (3.5, 9.5, 1.0)
+    ledger.failed(20.0, "died", "a")
+    ledger.validated(20.5, 3.0)  # of a rank that is about to be ended
+    ledger.joined(21.0, 2, 1)
+    ledger.validated(30.0, 8.0)  # of step 2, once more
+    ledger.stepped(31.0, 2, 0.0)
+    ledger.validated(33.0, 1.0)
+    ledger.ended(33.0)
+    assert ledger.seconds == dict.fromkeys(Phase, 0) | {
+        Phase.TRAINING: 3.5 + 1,
+        Phase.VALIDATION: 9.5 + 1,
+        Phase.DETECTION: 7,
+        Phase.RENDEZVOUS: 1,
+        Phase.REPLAY: 10,
+    }
+    assert ledger.failures[0].seconds == {Phase.DETECTION: 7, Phase.RENDEZVOUS: 1, Phase.REPLAY: 10, Phase.STALL: 0}
+    assert kept_by(ledger).goodput == 15 / 33
 
 
 def test_a_counter_does_not_go_back_where_training_turns_out_to_have_been_a_hang() -> None:
@@ -407,6 +435,7 @@ calls = st.one_of(
     st.tuples(st.just("waited"), st.floats(0, 9)),
     st.tuples(st.just("restored")),
     st.tuples(st.just("stepped"), st.integers(0, 20), st.floats(0, 3)),
+    st.tuples(st.just("validated"), st.floats(0, 9)),
     st.tuples(st.just("failed"), st.just("died"), st.just("a"), st.none() | st.integers(0, 5), st.floats(0, 9)),
     st.tuples(st.just("ended"), st.booleans()),
 )

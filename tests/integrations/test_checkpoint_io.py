@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from gemini_ft import checkpoint_io
 from gemini_ft.checkpoint_io import GeminiCheckpointIO
 from gemini_ft.errors import RecoveryError, StateError
 from gemini_ft.state import codec
-from gemini_ft.testing import assert_identical
+from gemini_ft.testing import EmulatedHosts, assert_identical
 
 __all__ = ["fit"]
 pytestmark = [
@@ -41,6 +44,27 @@ def test_files_are_those_of_plain_ddp_undisturbed_and_killed(tmp_path: Path) -> 
     folders = three_ways.run_side_by_side(case, tmp_path, CELLS)
     for name, cell in CELLS.items():
         assert three_ways.differing(folders, name, cell) == []
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.preloaded("lightning")
+def test_files_have_the_shards_of_all_hosts_and_a_lost_host_costs_none(tmp_path: Path) -> None:
+    case, cell = Path(__file__).parents[1] / "kit" / "files_case.py", three_ways.Cell({"keep": -1})
+    folders = {way: tmp_path / way for way in three_ways.WAYS}
+    for folder in folders.values():
+        folder.mkdir()
+    three_ways.run(case, "ddp", folder=folders["ddp"], cells={"files": cell})
+    for way, faults in (("undisturbed", ""), ("killed", "step=5:rank=0:sigkill; step=9:host=1:kill")):
+        env = {"GEMINI_ON_LATE": "wait", "GEMINI_FAULTS": faults}
+        arguments = [str(folders[way]), "gemini", json.dumps({"files": [cell.options | {"hosts": 2}, []]})]
+        with EmulatedHosts(2, [str(case), *arguments], folders[way], env=env) as hosts:
+            if faults:
+                hosts.add()
+            hosts.finish()
+            assert len(hosts.lost) == bool(faults)
+            restarts = {event["incarnation"] for event in hosts.events("joined")}
+            assert restarts == ({1, 2, 3} if faults else {1})
+    assert three_ways.differing(folders, "files", cell) == []
 
 
 @pytest.fixture
@@ -191,6 +215,51 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
     assert (f"step=8.ckpt: not known to be written before the failure, and {why}" in caplog.text) == (not is_there)
     if is_there:
         same(loaded(folder), {"step=8.ckpt": loaded(tmp_path / "plain")["step=8.ckpt"]})
+
+
+@pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint:UserWarning")
+def test_a_link_is_there_before_its_file_and_keeps_no_start_from_going_on_if_that_is_lost(
+    fit: Callable[..., Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also the first one, in a folder that is not there yet; ``ckpt_path="last"`` follows it."""
+    dead, reading = threading.Event(), checkpoint_io.WholeTensors.read
+
+    def files() -> Any:
+        return ModelCheckpoint(tmp_path / "files", "{step}", every_n_train_steps=4, save_top_k=-1, save_last="link")
+
+    def last(trainer: Any, module: Case) -> None:
+        monkeypatch.setattr(trainer, "fit", partial(trainer.fit, ckpt_path="last"))
+
+    def read(tensors: Any) -> Any:
+        if (tmp_path / "files" / "step=4.ckpt").exists():
+            assert dead.wait(200)
+            raise RecoveryError("dead")
+        return reading(tensors)
+
+    class Dying(Case):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if self.crash == (self.current_epoch, batch_idx):
+                dead.set()
+            return super().training_step(batch, batch_idx)
+
+    def missing(*_: Any) -> Any:
+        raise RecoveryError("a host was lost")
+
+    options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [GeminiCheckpointIO()], "before": last, "callbacks": [files]}
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_io.WholeTensors, "read", read)
+        with pytest.raises(Boom):
+            fit(Dying, table, "gemini", CRASH, **options)
+    assert os.readlink(tmp_path / "files" / "last.ckpt") == "step=8.ckpt"
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint_io, "shards_of", missing)
+        with pytest.raises(Boom):
+            fit(Case, table, "gemini", (1, 4), **options)
+    assert "step=8.ckpt: not known to be written before the failure, and it cannot be now: a host was lost" in caplog.text
+    with pytest.raises(Boom):
+        fit(Case, table, "gemini", (1, 5), **options)
+    fit(Case, table, "gemini", **options)
+    assert os.readlink(tmp_path / "files" / "last.ckpt") == "step=16.ckpt"
 
 
 def test_a_fit_goes_on_with_it_that_had_begun_without(fit: Callable[..., Case], tmp_path: Path, written: dict[str, str]) -> None:

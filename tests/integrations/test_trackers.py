@@ -9,21 +9,28 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fake_trackers import FakeTracker, install
 from rank_kit import World
+from torch.utils.data import DataLoader
 
 from gemini_ft import trackers
+from gemini_ft.cli.goodput import ledgers
+from gemini_ft.core.goodput import Phase
+from gemini_ft.events import read_events
 from gemini_ft.launch import endings
 from gemini_ft.trackers import continued, open_runs
 
 pytest.importorskip("lightning.pytorch", reason="needs lightning: pip install lightning")
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger, MLFlowLogger, WandbLogger
-from test_lightning_hooks import CRASH, Boom, Case, fit, table
+from test_lightning_hooks import CRASH, EPOCHS, Boom, Case, fit, table
 
 __all__ = ["fit"]
 pytestmark = [
@@ -116,8 +123,9 @@ def trained(folder: Path, steps: int, doubles: bool = True) -> list[dict[str, An
         os.environ.pop(name)
     options: dict[str, Any] = {"report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}
     options |= {"output_dir": str(folder), "per_device_train_batch_size": 2, "max_steps": 100, "dataloader_pin_memory": False}
+    options |= {"eval_strategy": "steps", "eval_steps": 2}
     callbacks = [WandbCallback(), MLflowCallback(), Ends(), GeminiCallback(on_late="wait", log_time=True)]
-    trainer = Trainer(model=model(), args=TrainingArguments(**options), train_dataset=Texts(22), callbacks=callbacks)
+    trainer = Trainer(model=model(), args=TrainingArguments(**options), train_dataset=Texts(22), eval_dataset=Texts(2), callbacks=callbacks)
     with pytest.raises(KeyError, match="over"):
         trainer.train()
     assert not (doubles and {"WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID"} & os.environ.keys())
@@ -127,15 +135,38 @@ def trained(folder: Path, steps: int, doubles: bool = True) -> list[dict[str, An
 @pytest.mark.preloaded("deepspeed", "transformers")  # one interpreter for this test and those of test_huggingface.py
 def test_runs_of_transformers_callbacks_go_on_and_are_not_begun_anew(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
-    with World(tmp_path) as world:
+    with World(tmp_path, GEMINI_EVENTS=str(tmp_path / "events")) as world:
         world.outcome(trained, tmp_path, 3)
         (told,) = world.outcome(trained, tmp_path, 6)
+    assert {event["iteration"] for event in read_events(tmp_path / "events") if event["event"] == "validated"} == {1, 3}
     for tracker in ("wandb", "mlflow"):
         lines = [line for line in told if line["tracker"] == tracker]
         runs = [(line["run"], line["what"]) for line in lines if line["what"] != "logged"]
         assert runs == [(f"{tracker}-0", what) for what in ("begun", "continued")]
         assert {line["step"] for line in lines if line["what"] == "logged"} == {1, 2, 3, 4, 5, 6}
         assert any(name.endswith("gemini/goodput") for line in lines for name in line.get("names", ()))
+
+
+def test_the_ledger_hears_of_validations_and_not_of_files(
+    fit: Callable[..., Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Validated(Case):
+        def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            time.sleep(0.05)
+
+        def val_dataloader(self) -> DataLoader[torch.Tensor]:
+            return DataLoader(torch.zeros(4, 4), 4)  # type: ignore[arg-type]
+
+    def files() -> ModelCheckpoint:
+        return ModelCheckpoint(tmp_path / "files", every_n_train_steps=1, save_top_k=-1)
+
+    monkeypatch.setenv("GEMINI_EVENTS", str(tmp_path / "events"))
+    fit(Validated, table, "gemini", num_sanity_val_steps=1, callbacks=[files], enable_checkpointing=True)
+    told = read_events(tmp_path / "events")
+    validated = [event for event in told if event["event"] == "validated"]
+    assert len(validated) == 1 + EPOCHS
+    assert all(0.05 <= event["seconds"] < 5 for event in validated)
+    assert ledgers(told)["fit-0"].seconds[Phase.VALIDATION] >= 0.05 * len(validated)
 
 
 @contextlib.contextmanager
@@ -211,7 +242,7 @@ def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_noth
     now, asked = [100.0], list[str]()
     accounts: list[dict[str, Any]] = [{}, {"streams": {"other": {}}}]
     runs = [
-        {"seconds": {"training": 3.0, "replay": 1.0}, "failures": [{"count": 2}, {"count": 1}]},
+        {"seconds": {"training": 2.0, "validation": 1.0, "replay": 1.0}, "failures": [{"count": 2}, {"count": 1}]},
         {"seconds": {"training": 0.0}, "failures": []},
         None,
     ]
@@ -229,5 +260,6 @@ def test_figures_are_asked_for_now_and_then_and_an_agent_that_is_away_costs_noth
         assert figures.due() == {}
         now[0] += 31
     assert asked == ["r"] * 5
-    told = {"gemini/training_seconds": 3.0, "gemini/replay_seconds": 1.0, "gemini/goodput": 0.75, "gemini/restarts": 3.0}
+    told = {"gemini/training_seconds": 2.0, "gemini/validation_seconds": 1.0, "gemini/replay_seconds": 1.0}
+    told |= {"gemini/goodput": 0.75, "gemini/restarts": 3.0}
     assert found == [{}, {}, told, {"gemini/training_seconds": 0.0, "gemini/goodput": 0.0, "gemini/restarts": 0.0}, {}]

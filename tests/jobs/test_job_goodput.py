@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,12 +42,24 @@ def test_the_time_of_a_rank_that_is_stopped_is_no_training(tmp_path: Path, capsy
     assert sum(found["seconds"].values()) == pytest.approx(found["total_seconds"])
 
 
+def _validate(iteration: int, net: Any, optimizer: Any, checkpointer: Any) -> bool:
+    if iteration == 9:
+        with checkpointer.paused():
+            time.sleep(0.15)
+            with checkpointer.paused():
+                time.sleep(0.15)
+        with checkpointer.paused(validates=False):
+            time.sleep(0.3)
+    return False
+
+
 def test_the_time_of_a_job_that_is_killed_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = tmp_path / "events"
     faults = "step=8:rank=1:sigkill; step=14:rank=0:sigkill"
     with World(tmp_path, 2, hosts=["a", "a"], GEMINI_EVENTS=str(events), GEMINI_FAULTS=faults) as world:
-        world.finish(partial(loop, close=True), 20)
+        world.finish(partial(loop, close=True, during=_validate), 20)
         assert world.restarts == 2
+        told_by_agent = json.loads(lifecycle.status(world.run, "a") or "")["streams"]["main"]["measures"]["run"]["seconds"]
     assert cli.main(["goodput", "--json", str(events)]) == 0
     found = json.loads(capsys.readouterr().out)["main"]
     told = read_events(events)
@@ -58,6 +71,8 @@ def test_the_time_of_a_job_that_is_killed_twice(tmp_path: Path, capsys: pytest.C
     assert found["seconds"]["training"] > 0
     assert found["seconds"]["checkpoint stall"] > 0
     assert found["seconds"]["waiting for storage"] == 0
+    for seconds in (found["seconds"], told_by_agent):
+        assert 0.3 <= seconds["validation"] < 0.5
     assert [failure["cause"] for failure in found["failures"]] == ["died", "died"]
     assert [failure["host"] for failure in found["failures"]] == ["a", "a"]
     assert [failure["resumed"] for failure in found["failures"]] == [

@@ -50,7 +50,7 @@ class Moments(Callback):
         self.record.reached("step", trainer.global_step)
 
 
-def train(folder: Path, strategy: str, kills: list[str], keep: int) -> None:
+def train(folder: Path, strategy: str, kills: list[str], keep: int, hosts: int = 1) -> None:
     record = Record(folder, kills)
     pl.seed_everything(1, verbose=False)
     files = [
@@ -59,7 +59,8 @@ def train(folder: Path, strategy: str, kills: list[str], keep: int) -> None:
     ]
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=2 // hosts,
+        num_nodes=hosts,
         max_steps=STEPS,
         strategy=strategy,
         callbacks=[Moments(record), *files],

@@ -136,9 +136,11 @@ def test_the_image_has_what_the_manifests_and_the_package_ask_for() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_the_command_is_installed_by_pipx(tmp_path: Path) -> None:
-    """With torch, as from PyPI, into an environment of its own; `gemini` looks and completes there."""
+    """With this environment's version of torch, into an environment of its own; `gemini` looks and completes there."""
     pytest.importorskip("pipx", reason="needs pipx: pip install pipx")
     env = os.environ | {f"PIPX_{name}": str(tmp_path / name.lower()) for name in ("HOME", "BIN_DIR", "MAN_DIR", "COMPLETION_DIR")}
+    (tmp_path / "constraints").write_text(f"torch=={metadata.version('torch').partition('+')[0]}\n")
+    env["PIP_CONSTRAINT"] = str(tmp_path / "constraints")
     subprocess.run([sys.executable, "-m", "pipx", "install", str(ROOT)], env=env, check=True, timeout=800)
     for command, text in {"--help": "usage: gemini", "completion bash": "complete", "ps": ""}.items():
         done = subprocess.run(
@@ -158,15 +160,15 @@ def test_the_image_is_linted() -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("buildah"), reason="needs root and buildah: apt-get install buildah")
 @pytest.mark.skipif(not shutil.which("debootstrap"), reason="needs debootstrap, for a base: apt-get install debootstrap")
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["cpu", "bare", "cuda"])
 def test_the_image_is_built_and_trains(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """On a Debian made here, with the packages that pip finds on this machine, and without a container: its steps run in a chroot.
 
-    As CUDA's bases, that of ``cuda`` has no Python; its torch is the newest of PyPI, which brings CUDA's libraries.
+    As CUDA's bases, those of ``bare`` and ``cuda`` have no Python; the torch of ``cuda`` is PyPI's newest, with gigabytes of libraries.
     """
     request.addfinalizer(lambda: shutil.rmtree(tmp_path, ignore_errors=True))  # gigabytes
     root = tmp_path / "debian"
-    packages = {"cpu": "python3,python3-venv,ca-certificates", "cuda": "ca-certificates"}[kind]
+    packages = "python3,python3-venv,ca-certificates" if kind == "cpu" else "ca-certificates"
     base = ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(root)]
     subprocess.run(base, check=True, stdout=subprocess.DEVNULL, timeout=1200)
     images = ["buildah", "--storage-driver", "vfs", "--root", str(tmp_path / "images"), "--runroot", str(tmp_path / "runs")]
@@ -184,7 +186,7 @@ def test_the_image_is_built_and_trains(kind: str, tmp_path: Path, request: pytes
     (tmp_path / "pip.conf").write_text("[global]\n" + "".join(f"{name} = {value}\n" for name, value in pip.items()))
     tops = {Path(*Path(path).parts[:3]) for value in pip.values() for path in re.findall(r"(?<!/)/[^/\s]\S*|(?<=file://)/\S+", value)}
     seen = [f"--volume={tmp_path}/pip.conf:/etc/pip.conf:ro", *(f"--volume={top}:{top}:ro" for top in sorted(tops) if top.exists())]
-    torch = {"cpu": f"torch=={metadata.version('torch')}", "cuda": "torch"}[kind]
+    torch = "torch" if kind == "cuda" else f"torch=={metadata.version('torch')}"
     given = {"BASE": "localhost/debian", "TORCH": torch, "TORCH_INDEX": "https://pypi.org/simple", "EXTRAS": "lightning"}
     options = [f"--build-arg={name}={value}" for name, value in given.items()]
     buildah("build", "--isolation", "chroot", "--network", "host", *seen, *options, "--file", str(DOCKERFILE), "--tag", "train:1", ".")

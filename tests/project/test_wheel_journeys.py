@@ -46,6 +46,69 @@ DS_JSON = """{
   "zero_optimization": {"stage": 1},
   "gemini": {"on_late": "wait"}
 }"""
+PLAIN = """
+import torch
+import gemini_ft
+from torch.utils.data import DataLoader, TensorDataset
+
+gemini_ft.init_process_group("gloo")
+torch.manual_seed(1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)))
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+loader = gemini_ft.resumable(DataLoader(TensorDataset(torch.randn(60, 4)), 5, shuffle=True))
+with gemini_ft.Checkpointer(model, optimizer, state={"scheduler": scheduler, "loader": loader}) as checkpointer:
+    step = checkpointer.resume()
+    for (batch,) in loader:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+        checkpointer.step()
+"""
+WRITER = """
+import torch
+import torch.distributed.checkpoint as dcp
+import gemini_ft
+from gemini_ft.dcp import GeminiWriter
+
+gemini_ft.init_process_group("gloo")
+torch.manual_seed(1)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+writer = GeminiWriter(replicated=True)
+state = {"model": model.state_dict()}
+if writer.newest:
+    dcp.load(state, storage_reader=writer.reader())
+    print("resuming at iteration", writer.newest)
+for step in range((writer.newest or 0) + 1, 13):
+    model(torch.full((2, 4), float(step))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if step % 3 == 0:
+        dcp.async_save(state, storage_writer=writer.at(step), no_dist=True).result()
+writer.close()
+"""
+TRANSFORMERS = """
+import torch
+from transformers import Trainer, TrainingArguments
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def forward(self, x, labels):
+        return {"loss": (self.layer(x).squeeze(-1) - labels).square().mean()}
+
+
+torch.manual_seed(1)
+data = [{"x": torch.randn(4), "labels": torch.tensor(1.0)} for _ in range(40)]
+arguments = TrainingArguments("out", report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True, max_steps=12, ddp_backend="gloo")
+model = Model()
+Trainer(model, arguments, train_dataset=data).train()
+"""
 TELL = """
 weights = " ".join(param.detach().flatten().view(-1)[0].item().hex() for param in model.parameters())
 print(f"weights: {weights}\\n", end="", flush=True)
@@ -91,7 +154,9 @@ def trained(folder: Path, **env: str) -> None:
             (folder / name / file.name).write_text(file.read_text())
         job = ["gemini", "run", "--nproc-per-node", "2", "train.py"]
         env |= {"GEMINI_FAULTS": faults, "GEMINI_STORAGE__URL": f"file://{folder}/{name}/stored", "GEMINI_STORAGE__EVERY_STEPS": "12"}
-        said = run(folder / name, *job, GEMINI_ON_LATE="wait", **env)
+        said = run(folder / name, *job, GEMINI_ON_LATE="wait", GEMINI_EVENTS="events", **env)
+        table = run(folder / name, "gemini", "goodput", "events")
+        assert ("died" in table) == bool(faults), table
         assert ("resuming at iteration" in said) == bool(faults), said
         ends.append(weights(said))
     assert len(ends[0]) == 1
@@ -112,6 +177,14 @@ def test_lightning_and_what_is_read_out_of_its_checkpoints(tmp_path: Path) -> No
     (tmp_path / "load.py").write_text(LOAD)
     assert "read: 2 tensors" in run(tmp_path, sys.executable, "load.py", url, str(exported))
     assert "gemini" in run(tmp_path, "gemini", "completion", "bash")
+
+
+@pytest.mark.parametrize("script", [PLAIN, WRITER, TRANSFORMERS], ids=["plain", "dcp", "transformers"])
+def test_a_script_ends_with_the_same_weights_undisturbed_and_killed(script: str, tmp_path: Path) -> None:
+    if script is TRANSFORMERS:
+        pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    (tmp_path / "train.py").write_text(script + TELL)
+    trained(tmp_path)
 
 
 def test_an_unchanged_script_of_deepspeed(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 
 const EVERY = 2000; // milliseconds between two looks
 const SILENT = 8; // seconds after which a host that has not answered is away
-const PHASES = ["training", "checkpoint_stall", "detection", "rendezvous", "waiting_for_storage", "restore", "replay"];
+const PHASES = ["training", "validation", "checkpoint_stall", "detection", "rendezvous", "waiting_for_storage", "restore", "replay"];
 const CAUSES = ["", "died", "drain", "failed", "hang"]; // the more certain last: others end because of the first
 const COLUMNS = ["host", "stream", "ranks", "step", "steps/s", "committed", "age", "lag", "held up", "memory", "stored", "uploads", "last failure"];
 const at = (id) => document.getElementById(id);
