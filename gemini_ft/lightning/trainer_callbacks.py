@@ -13,7 +13,8 @@ import torch
 from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.methods import kept_by, set_by
-from gemini_ft.state.modes import SETTABLE, Modes, Modules, not_users
+from gemini_ft.state.modes import SETTABLE, Modes, Modules, hooks_beside, not_users
+from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.state.values import ATOMS, NotPlain, copy_for, copy_of
 
 _log = logging.getLogger("gemini_ft")
@@ -120,6 +121,7 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
     }
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule
+    others |= hooks_beside(every_optimizer(trainer.strategy.optimizers))
     others |= {"trainer": trainer, "trainer.fit_loop": trainer.fit_loop, "trainer.epoch_loop": trainer.fit_loop.epoch_loop}
     return _TrainersModes(modules, others, leave)
 
