@@ -218,7 +218,7 @@ def own_values(modules: Modules) -> dict[str, Any]:
 def hooks_beside(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     """The script's own hooks of optimizers, and of all modules and optimizers of the process, by name."""
     tables = {
-        f"{name}.{kind}": getattr(optimizer, f"_optimizer_step_{kind}")
+        f"{name}.{kind}": getattr(optimizer, f"_optimizer_step_{kind}", {})
         for name, optimizer in optimizers.items()
         for kind in ("pre_hooks", "post_hooks")
     }
