@@ -123,14 +123,14 @@ class Holder(nn.Module):
                 "metrics": {name: trainer_metrics.metric_state(metric) for name, metric in metrics.items()},
                 "collections": {name: trainer_metrics.metric_groups(collection) for name, collection in collections.items()},
                 "trackers": trainer_metrics.tracked(self.trainer),
-                "modes": self.modes.collect(modules_of({"module": self}), {}),
+                "modes": self.modes.collect(modules_of({"module": self})),
             }
         )
 
     def load(self, saved: bytes) -> None:
         state = codec.decode(saved)
         trainer_metrics.track(self.trainer, state["trackers"])
-        self.modes.restore(state["modes"], modules_of({"module": self}), {})
+        self.modes.restore(state["modes"], modules_of({"module": self}))
         metrics, collections = trainer_metrics.metrics_of(self.trainer)
         for name, value in state["metrics"].items():
             trainer_metrics.set_metric_state(metrics[name], value)
