@@ -117,6 +117,7 @@ class Modes:
         return {
             "attributes": kept,
             "named": sorted(self.named),
+            "lost": lost,
             "generators": generator_states(self._generators),
             "masked": {path: masked[path].detach() for path in lost if path in masked},
             "trained": {
@@ -133,7 +134,8 @@ class Modes:
         ``but``: objects whose attributes are put back by others.
         """
         self._follow(modules)
-        self._attributes.give_back(state["attributes"], but=but)
+        # What hooks of a new process have made anew (a loader) is no worse than None. Snapshots in storage may be older.
+        self._attributes.give_back(state["attributes"], but=but, replaced=state.get("lost", ()))
         self.named.update(state.get("named", ()))  # snapshots in storage may be older
         set_generator_states(self._generators, state["generators"])
         for path, value in state.get("masked", {}).items():

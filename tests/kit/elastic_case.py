@@ -302,7 +302,7 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
         limit_val_batches=2,
         **QUIET,
     )
-    validation = DataLoader(Numbers(), BATCH, num_workers=1, persistent_workers=True)
+    validation = DataLoader(Numbers(), BATCH, shuffle=True)
     with contextlib.suppress(Stopped):
         trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers), validation, ckpt_path=case.checkpoint)
     weights = [value for param in module.parameters() for value in full(param).flatten().tolist()]

@@ -20,6 +20,7 @@ import torch
 from capture_kit import give, take
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from gemini_ft.state import codec
@@ -114,6 +115,18 @@ def test_hooks_of_modules_and_of_parameters_go_on_with_their_generators_and_coun
     gradients(layer)
     give(take(state), fresh)
     assert gradients(layer) == gradients(again)
+
+
+def test_what_came_in_the_place_of_none_and_cannot_be_kept_is_the_new_processs_own_if_it_is_there() -> None:
+    """As a second loader that `on_train_start` makes."""
+    model, again = Remembering(), Remembering()
+    for each in (model, again):
+        each.made = each.late = None
+    state, fresh = PlainState.of(model, [], None), PlainState.of(again, [], None)
+    model.made, again.made, again.late = (DataLoader(range(3)) for _ in range(3))  # type: ignore[arg-type]
+    made = again.made
+    give(take(state), fresh)
+    assert (again.made, again.late) == (made, None)
 
 
 class Shaking:
