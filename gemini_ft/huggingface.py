@@ -39,7 +39,7 @@ from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
 from gemini_ft.state.rng import rng_state, set_rng_state
 from gemini_ft.trackers import TimeFigures, continued, open_runs
-from gemini_ft.transformers_state import EvaluationData, OwnAttributes, TrainingData, ranks
+from gemini_ft.transformers_state import EvaluationData, OwnAttributes, TrainingData, followers, ranks
 from gemini_ft.transformers_versions import SEAMS, check_trainer, counts, told_of_epochs
 from gemini_ft.worker import attempt
 
@@ -367,7 +367,7 @@ class _Protection:
         self.resumed: int | None = None
         self.source, self._steps = "", 0  # the steps of the last snapshot
         self.checkpointer = Checkpointer(config=load_config(options), name=attempt.next_name("trainer"))
-        self.checkpointer.bind(self._model, trainer.optimizer.optimizer)
+        self.checkpointer.bind({"model": self._model, **followers(trainer)}, trainer.optimizer.optimizer)
         self.checkpointer.script_gives(of_scheduler(f"the Trainer's {type(trainer.lr_scheduler).__name__}", trainer.lr_scheduler))
         if (found := self.checkpointer.open()) is None:
             return

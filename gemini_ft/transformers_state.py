@@ -98,6 +98,12 @@ class EvaluationData:
             self._loaders[name].load_state_dict(found[name])
 
 
+def followers(trainer: Any) -> dict[str, nn.Module]:
+    """The models that follow the one that is trained, by name: the reference of TRL's Trainers (``sync_ref_model``)."""
+    reference = getattr(trainer, "ref_model", None) if getattr(trainer.args, "sync_ref_model", False) else None
+    return {"reference": reference} if isinstance(reference, nn.Module) else {}
+
+
 class OwnAttributes:
     """Plain attributes that a training changes: of a Trainer's subclass and arguments, of callbacks, and of losses and metrics of its own.
 
@@ -110,7 +116,7 @@ class OwnAttributes:
         self._left: dict[str, Collection[str]] = {}  # names of attributes that are not looked at
         self._small: dict[str, set[str]] = {}  # names of those that have been small and plain
         self._holding: dict[str, SimpleNamespace] = {}  # of the same objects: models that are not the one that is trained
-        self._trained: tuple[Any, set[int]] = None, set()  # that one, and ids of its modules
+        self._trained: tuple[Any, set[int]] = None, set()  # that one; ids of its modules, and of others that snapshots have
         self._named: set[str] = set()  # those of them that have been named
         self._looks = 0
         self._look()
@@ -165,7 +171,8 @@ class OwnAttributes:
             if item is self._trainer:  # a loss that is a module, for example
                 models |= {key: value for key in _GIVEN if isinstance(value := getattr(item, key, None), nn.Module)}
             if models and self._trained[0] is not (model := self._trainer.model_wrapped):
-                self._trained = model, set(map(id, model.modules()))
+                kept = (model,) if self._trainer.is_deepspeed_enabled else (model, *followers(self._trainer).values())
+                self._trained = model, {id(module) for each in kept for module in each.modules()}
             models = {
                 key: value for key, value in models.items() if id(value) not in self._trained[1] and f"{name}.{key}" not in self._named
             }

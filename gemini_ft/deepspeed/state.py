@@ -37,7 +37,7 @@ from gemini_ft.state import codec
 from gemini_ft.state.attributes import AttributeReturn, AttributeWalk, held
 from gemini_ft.state.gradients import lets_ranks_differ
 from gemini_ft.state.hyperparameters import Given, of_groups, of_scheduler
-from gemini_ft.state.modes import Modes, not_users
+from gemini_ft.state.modes import Modes, hooks_beside, not_users
 from gemini_ft.state.rebuilding import ModuleTree
 from gemini_ft.state.tensors import (
     HOST,
@@ -78,7 +78,7 @@ class EngineState:
         self._left_out: set[str] = set()  # what the optimizer inside has that no snapshot can have
         self._encoded: set[str] = set()  # what snapshots can have
         self._tree = ModuleTree({"module": engine.module})
-        self._modes = Modes(self._tree.modules(), leave=_not_users) if modes else None
+        self._modes = Modes(self._tree.modules(), hooks_beside({"optim0": self.optimizers[0]}), _not_users) if modes else None
         self.resizable = engine.dp_world_size == dist.get_world_size() and is_partitioned(engine.optimizer) and not self._lets_ranks_differ
 
     def accumulate(self, count: int) -> None:

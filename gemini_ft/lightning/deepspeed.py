@@ -79,10 +79,17 @@ class EngineFit(Fit):
         self.checkpointer.bind_state(self._state)
         bound_collectives(self._engine, self.checkpointer.config.hang_timeout)
 
+    def after_update(self) -> None:
+        """Records that the engine has written its weights, if it has: only where enough gradients had been accumulated."""
+        if not self._is_accumulating:
+            self._weights.stepped()
+
     def _extras(self) -> dict[str, Any]:
-        self._weights.stepped()
         self._weights.check()
         return super()._extras() | {"first_accumulation": self._first_accumulation}
+
+    def _torch_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return {"optim0": self._state.optimizers[0]}
 
     @property
     def _steps(self) -> int:
@@ -155,6 +162,12 @@ class GeminiDeepSpeedMixin(GeminiMixin, EnginesOnCpu):
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         fit = self._gemini_fit
         return super().backward(fit.scaled(closure_loss) if isinstance(fit, EngineFit) else closure_loss, *args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        if isinstance(fit := self._gemini_fit, EngineFit):
+            fit.after_update()
+        return result
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """The optimizer's state for a file; empty for a snapshot, as the engine's optimizer would copy its partitions."""

@@ -38,6 +38,7 @@ from gemini_ft.state import iterators
 from gemini_ft.state.ddp import ddp_state, frozen_at_first, restore_buckets, restore_sync
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.rebuilding import ModuleTree
+from gemini_ft.state.tensors import every_optimizer
 from gemini_ft.state.worlds import Resize
 from gemini_ft.storage.checkpoints import state_folder
 from gemini_ft.trackers import TimeFigures
@@ -162,7 +163,7 @@ class Fit:
         self.checkpointer.script_gives(*trainer_checkpoints.given(self._trainer))
         self._optimizers = list(self._trainer.strategy.optimizers)
         self._tree = tree = ModuleTree({"module": self._trainer.lightning_module})
-        self._modes = modes = trainer_callbacks.modes_of(self._trainer, self._package, tree.modules())
+        self._modes = modes = trainer_callbacks.modes_of(self._trainer, self._package, tree.modules(), self._torch_optimizers())
         self.checkpointer.census.register(
             "the Trainer", lambda: [*findings(self._trainer), *modes.findings(tree.modules())], lambda: fingerprint(self._trainer)
         )
@@ -246,6 +247,9 @@ class Fit:
     def _bind_state(self) -> None:
         strategy = self._trainer.strategy
         self.checkpointer.bind(strategy.lightning_module, strategy.optimizers, modes=False)
+
+    def _torch_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        return every_optimizer(self._trainer.strategy.optimizers)
 
     @property
     def _steps(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.optim.swa_utils import SWALR
 
 from gemini_ft.state.methods import kept_by, set_by
-from gemini_ft.state.modes import SETTABLE, Modes, Modules, not_users
+from gemini_ft.state.modes import SETTABLE, Modes, Modules, hooks_beside, not_users
 from gemini_ft.state.values import ATOMS, NotPlain, copy_for, copy_of
 
 _log = logging.getLogger("gemini_ft")
@@ -87,7 +87,7 @@ class _TrainersModes(Modes):
         super().restore({**state, "attributes": attributes}, modules, but=but)
 
 
-def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module]) -> Modes:
+def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> Modes:
     """Flags and plain attributes of the module, the datamodule, and callbacks, but for the state that these save themselves.
 
     They include those of the Trainer: its settings, how long it trains, and what the script keeps there.
@@ -120,6 +120,7 @@ def modes_of(trainer: Any, package: str, modules: Mapping[str, torch.nn.Module])
     }
     if trainer.datamodule is not None:
         others["datamodule"] = trainer.datamodule
+    others |= hooks_beside(optimizers)
     others |= {"trainer": trainer, "trainer.fit_loop": trainer.fit_loop, "trainer.epoch_loop": trainer.fit_loop.epoch_loop}
     return _TrainersModes(modules, others, leave)
 

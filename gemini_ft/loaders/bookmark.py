@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
+from gemini_ft.loaders.order import DrawnOrder
 from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, of_sampler, refuse_gone, split
 from gemini_ft.loaders.stripes import BATCHES, restriped, why_undivided
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
@@ -96,6 +97,7 @@ class Bookmark:
         self._asks = 0  # iterators that the sampler was asked for when it was started
         self._order: Mapping[str, str] = {}  # digests of what its sampler had changed, and cannot be kept, with its first index
         self._changed_later: list[str] = []  # what its sampler had changed otherwise when it came to its end
+        self._drawn = DrawnOrder()
         self._loaded_again: list[str] = []  # what loading batches again has changed in the data, and cannot be kept
         self._draws = False  # its batches draw random numbers in this process
         self._drew = False  # its first batch drew random numbers in this process
@@ -142,6 +144,7 @@ class Bookmark:
             "sampler": self._sampler,
             "asks": self._asks,
             "order": {} if self._may_lose else self._order,
+            "drawn": self._drawn.at(start),
             "forked": self._between.forked,
             "ahead": ahead,
             "now": self._parts.present(),
@@ -451,10 +454,30 @@ class Bookmark:
         self._order, self._changed_later = {**split(self._parts.born.lost())[1], **known}, []
 
     def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
+        self._drawn.begin()
         for number, index in enumerate(indices):
             if not number:
                 self._note_order({})
+            self._drawn.add(index)
             yield index
+
+    def _compare_drawn(self, indices: list[Any], then: int | None) -> None:
+        """Compares the indices that were drawn again with those of before the failure, by the digest that these had."""
+        self._drawn.begin()
+        for index in indices:
+            self._drawn.add(index)
+        now = self._drawn.at(len(indices))
+        if None in (then, now) or then == now or self._insists:
+            return
+        why = (
+            f"the sampler of the loader of a {type(getattr(self._loader, 'dataset', self._loader)).__name__} draws other indices than "
+            f"before the failure where it is asked for the first {len(indices)} again: its order changes in the middle of an epoch, by an "
+            "attribute that the training sets, or by numbers of the process. Let it change when an epoch begins, draw the order of an "
+            "epoch at once, or say with data_resume='skip' that it does not matter"
+        )
+        if not (self._may_lose or self._between.named):
+            raise StateError(why)
+        log.warning("%s", why)
 
     def _put(self, then: dict[str, Any], position: dict[str, Any]) -> None:
         """Puts the loader's parts as they were, unless states of their own count more."""
@@ -503,14 +526,15 @@ class Bookmark:
             refuse_gone(order, self.lost_now(order))
             self._note_order(order)
             drawn += [next(inner, None) for _ in range(first - 1)]
+            self._compare_drawn(drawn[:first], position.get("drawn"))
             used = {name: state for name, state in script_states().items() if state != before.get(name)}
         if first and not self._num_workers:
             self._parts.put(present)
         else:  # indices are drawn ahead of the batches: the sampler goes on with the script's generators from here
             set_generator_states(script_generators(), used)
-        if first == 0:
-            yield from drawn  # nothing to skip, but the first index belongs to that moment
-        yield from inner
+        for index in itertools.chain([] if first else drawn, inner):  # with nothing to skip, the first index belongs to that moment
+            self._drawn.add(index)
+            yield index
 
     def for_workers(self) -> dict[str, Any]:
         """The loader's collate_fn and worker_init_fn, extended by what keeps the workers' states."""

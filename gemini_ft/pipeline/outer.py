@@ -40,6 +40,25 @@ _PLAIN = Outer(lr=1.0, momentum=0.0, nesterov=False)
 _HOOKED = "wrapper", Optimizer.profile_hook_step.__code__.co_filename  # the function around each step(), by which torch calls hooks
 
 
+_NEVER_ALONE = {  # kind of optimizer -> why no rank can train alone with it
+    "LBFGS": "has the loss evaluated several times in a step, and each would count as a step of a rule with every",
+    "ZeroRedundancyOptimizer": "sends each parameter from the one rank that updates it to all others in every step",
+}
+
+
+def refuse_for_ranks_apart(optimizer: Optimizer) -> None:
+    """Refuses an optimizer with which no rank can train alone.
+
+    Raises:
+        StateError: it is one.
+    """
+    for name in (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _NEVER_ALONE):
+        raise StateError(
+            f"an optimizer of the kind {name} {_NEVER_ALONE[name]}: leave every, or quality: loss, out of the gradient pipeline, or take "
+            "another optimizer"
+        )
+
+
 @dataclass
 class _Delayed:
     """An average that is taken some steps after it was begun.
@@ -125,10 +144,7 @@ class OuterSteps(Body):
             StateError: it is the second one within one call of an optimizer.
         """
         if self._under_way is not None and self._has_counted:
-            raise StateError(
-                "an optimizer has the loss evaluated several times in a step, as LBFGS does, and each would count as a step of a rule with "
-                "every: take another optimizer, or leave every, or quality: loss, out"
-            )
+            raise StateError(f"an optimizer {_NEVER_ALONE['LBFGS']}: take another optimizer, or leave every, or quality: loss, out")
         self._has_counted = self._under_way is not None
         if not self._anchors:
             self._begin({name: _wide(param).clone() for name, param in self._parameters.items()})
@@ -165,6 +181,7 @@ class OuterSteps(Body):
     def _step_begins(self, optimizer: Optimizer) -> None:
         if not (own := self._own(optimizer)):
             return
+        refuse_for_ranks_apart(optimizer)
         self._note_trained(own)  # it may make gradients None
         if not self._is_nested():
             self._stepping, self._has_counted = weakref.ref(optimizer), False
@@ -173,11 +190,6 @@ class OuterSteps(Body):
     def _updated(self, optimizer: Optimizer) -> None:
         if not (own := self._own(optimizer)):
             return
-        if "ZeroRedundancyOptimizer" in [kind.__name__ for kind in type(optimizer).__mro__]:
-            raise StateError(
-                "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others in every step, so no rank "
-                "trains alone: leave every, or quality: loss, out of the gradient pipeline, or give each rank the optimizer that it wraps"
-            )
         self._note_trained(own)  # gradients may have come from a closure
         if self._is_nested():  # what has called it may change parameters after it
             return

@@ -27,14 +27,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gemini_ft.errors import ConfigError, StateError
 from gemini_ft.pipeline.averager import own_group
 from gemini_ft.pipeline.ddp_buckets import DdpBuckets, communication_hook
 from gemini_ft.pipeline.host_groups import host_groups, hosts_of
 from gemini_ft.pipeline.measuring import ModelHook
-from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps
+from gemini_ft.pipeline.outer import BodyWithOuter, OuterSteps, refuse_for_ranks_apart
 from gemini_ft.pipeline.plan import NO_RULE, Plan, Tensor, assign, check_local, nothing, trained
 from gemini_ft.pipeline.qualities import LOCAL
 from gemini_ft.pipeline.routes import of_all_ranks
@@ -134,6 +134,8 @@ class GradientSynchronizer(BodyWithOuter):
         if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) and any(rule.compress is not None for rule in rules):
             self._note_steps = register_optimizer_step_post_hook(weak_hook(self._stepped))
             self._handles.append(self._note_steps)
+        if own is not None and any(rule.quality == "loss" for rule in rules):
+            self._handles.append(register_optimizer_step_pre_hook(weak_hook(self._step_begins)))
         if ddp is not None:
             self._buckets = DdpBuckets(self, otherwise)
             ddp.register_comm_hook(self._buckets, communication_hook)
@@ -322,6 +324,10 @@ class GradientSynchronizer(BodyWithOuter):
     @property
     def discards_all(self) -> bool:
         return self._discarding.issuperset(self._parameters)
+
+    def _step_begins(self, optimizer: Optimizer) -> None:
+        if any(id(param) in self._names for group in optimizer.param_groups for param in group["params"]):
+            refuse_for_ranks_apart(optimizer)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:

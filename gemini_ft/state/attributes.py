@@ -202,9 +202,11 @@ class AttributeReturn:
         for name, value in saved.items():
             current = fields.get(name)
             given = self.give(current, value, f"{where}.{name}")
-            if isinstance(owner, nn.Module) and value[0] != "kept" and given is not current:
+            if value[0] == "kept" or (given is current and name in fields):
+                continue
+            if isinstance(owner, nn.Module):
                 setattr(owner, name, given)
-            elif value[0] != "kept" and given is not current:
+            else:
                 fields[name] = given
 
     def _make(self, kind: str, current: Any, parts: Any, where: str) -> Any:

@@ -15,7 +15,7 @@ from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.core.layout import Layout, Read, TensorSpec, plan_reads, stored_specs
 from gemini_ft.errors import WorldSizeError
 from gemini_ft.state.hyperparameters import Given, of_groups
-from gemini_ft.state.modes import Modes
+from gemini_ft.state.modes import Modes, hooks_beside
 from gemini_ft.state.modules import Extras, apply_extras, collect_extras, destinations, findings, structure
 from gemini_ft.state.pending import PendingGradients
 from gemini_ft.state.placements import KnownRuns, reads_of_part, words_of
@@ -149,7 +149,7 @@ class PlainState:
     def remember(self) -> None:
         """Takes the present state as the one that the script builds, before any training."""
         self._born, self._outline, self._described = describe_all(self.models, self.optimizers), None, None
-        self._modes = Modes(self._surveyor.tree.modules()) if self._has_modes else None
+        self._modes = Modes(self._surveyor.tree.modules(), hooks_beside(every_optimizer(self.optimizers))) if self._has_modes else None
 
     def inherit(self, before: PlainState) -> None:
         """Takes over what the script had made for ``before``."""

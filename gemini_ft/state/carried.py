@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from numbers import Number
 from queue import Queue
-from types import FrameType, FunctionType, GeneratorType, MethodType, ModuleType, SimpleNamespace
+from types import FrameType, FunctionType, GeneratorType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,11 +73,20 @@ class _Seen(NamedTuple):
 class Carried:
     """Variables of a loop, and of objects in them, that change while it trains: numbers, averages, buffers, hidden states.
 
-    ``given``: models, optimizers and objects with a state of their own; the objects that they hold are known with them.
+    Args:
+        given: models, optimizers and objects with a state of their own; the objects that they hold are known with them.
+        wrappers: of these; what else they hold is not known.
+        callbacks: name -> object of the script that the loop calls, whether it is in a variable or not.
     """
 
-    def __init__(self, models: Collection[nn.Module], given: Iterable[Any]) -> None:
-        self._known = within(given)
+    def __init__(
+        self,
+        models: Collection[nn.Module],
+        given: Iterable[Any],
+        wrappers: Iterable[Any] = (),
+        callbacks: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self._known, self._callbacks = within(given) | set(map(id, wrappers)), callbacks
         self._memory = {_memory(tensor) for model in models for tensor in (*model.parameters(), *model.buffers())}
         self._models = [weakref.ref(model) for model in models]
         self._seen: dict[str, _Seen] = {}
@@ -98,7 +107,7 @@ class Carried:
         variables = _Variables()
         found: dict[str, _Leaf] = {}
         odd: dict[str, Exception] = {}
-        for name, value in (self._hooks() | variables.found).items():
+        for name, value in (self._hooks() | {**self._callbacks} | variables.found).items():
             if name not in self._odd:
                 try:
                     found |= self._changes(name, value, variables)

@@ -218,6 +218,9 @@ def _attribute(value: Any, name: str) -> Any:
 
 
 def _has_generator(iterator: Any) -> bool:
+    """Whether a loader draws its order, and the seed that each iteration has, from generators of its own."""
+    if any(loader.generator is None for loader in instances(DataLoader) if loader.dataset is iterator._dataset):
+        return False
     indices = iterator._index_sampler
     while (inner := getattr(indices, "batch_sampler", None) or getattr(indices, "sampler", None)) is not None:
         indices = inner  # a library's shard of a batch sampler has one inside

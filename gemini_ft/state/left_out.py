@@ -6,9 +6,9 @@ import contextlib
 import gc
 import pickle
 import random
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
-from types import ModuleType, NoneType
+from types import MappingProxyType, ModuleType, NoneType
 from typing import Any
 
 import numpy as np
@@ -44,13 +44,13 @@ def left_out(given: Iterable[Any], optimizers: Collection[Any]) -> list[str]:
 class Generators:
     """Generators that the script keeps in its variables beside what it has given, and that its steps draw from.
 
-    ``given``: models, and objects with a state of their own.
+    ``given``: models, and objects with a state of their own. ``callbacks``: name -> object of the script that the loop calls.
     """
 
-    def __init__(self, given: Iterable[Any]) -> None:
+    def __init__(self, given: Iterable[Any], callbacks: Mapping[str, Any] = MappingProxyType({})) -> None:
         known = {id(random._inst), id(np.random.mtrand._rand), *map(id, script_generators().values())}  # which are captured
         known |= {id(each) for each in private_generators(**{str(index): item for index, item in enumerate(given)}).values()}
-        found = private_generators(**_variables())
+        found = private_generators(**_variables(), **callbacks)
         self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
         self._states, self._seeds = self._present(), self._seeded()
 

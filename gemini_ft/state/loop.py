@@ -80,6 +80,8 @@ class LoopWatch:
         self._source = BatchSource(state)
         self._generators: Generators | None = None
         self._carried: Carried | None = None
+        self._wrappers: Collection[Any] = ()  # of what was given, which may hold what was not
+        self._callbacks: Mapping[str, Any] = {}  # of Fabric, by name
 
     def look(
         self,
@@ -99,13 +101,17 @@ class LoopWatch:
         self._look_at_rest(models, [*models, *state.values(), scalars], optimizers, scalars, iteration, has_stepped)
 
     def look_beside(self, state: Mapping[str, Any], inner: Mapping[str, Any], iteration: int) -> None:
-        """Looks at a loop of Fabric, apart from its batches. ``inner``: the state, without Fabric's wrappers."""
+        """Looks at a loop of Fabric, and at its callbacks, apart from its batches. ``inner``: the state, without Fabric's wrappers."""
         models = [item for item in inner.values() if isinstance(item, nn.Module)]
         optimizers = [item for item in inner.values() if isinstance(item, Optimizer)]
         if self._is_first:
             note = " (Fabric's loaders have no batches_done: count in the state that is protected)"
             self._safely("batches", self._look_around, [*inner.values()], note)
-        self._look_at_rest(models, [state, *state.values(), *inner.values()], optimizers, state, iteration)
+        self._wrappers = [state, *state.values()]
+        wrapped = [item for item in state.values() if isinstance(item, Optimizer)]
+        found = {id(callback): callback for item in wrapped for callback in getattr(item, "_callbacks", ())}
+        self._callbacks = {f"callbacks.{index}": callback for index, callback in enumerate(found.values())}
+        self._look_at_rest(models, [*inner.values()], optimizers, state, iteration)
 
     def look_at_script(self, models: Collection[nn.Module], given: list[Any], *steps: Any) -> None:
         """Looks at a loop's variables and generators alone. ``steps``: its values that snapshots have, and the iteration."""
@@ -181,7 +187,7 @@ class LoopWatch:
         if not has_stepped:
             return
         if self._carried is None:
-            self._carried = Carried(models, given)
+            self._carried = Carried(models, given, self._wrappers, self._callbacks)
         changes = self._carried.changed(scalars, iteration)
         self._say(
             f"this script changes {{}} while it trains, which no snapshot has: {_BEGINS}. If later steps depend on it, give numbers to "
@@ -200,7 +206,7 @@ class LoopWatch:
 
     def _look_at_generators(self, given: list[Any]) -> None:
         if self._generators is None:
-            self._generators = Generators(given)
+            self._generators = Generators(given, self._callbacks)
         self._say(
             f"this loop draws from the generator {{}}, which is in no snapshot: {_BEGINS}. Give it, "
             "state={'generator': generator}, or engine.gemini.keep(generator=generator)",

@@ -18,11 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.state.fields import of_class
 from gemini_ft.state.methods import set_by
-from gemini_ft.state.remembered import MODULE_INTERNALS, Attributes, hooks_of
+from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes, hooks_of
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
 from gemini_ft.state.script import is_of_script
 from gemini_ft.state.values import is_same
@@ -35,7 +37,7 @@ _FLAGS = declare(
     "`requires_grad` of parameters, `training` of modules", Fate.CAPTURED, "put back as they were, where the training had changed them"
 )
 _SMALL = declare(
-    "small plain attributes of modules, of their hooks, of callbacks and datamodules, once the training changes them",
+    "small plain attributes of modules, of hooks of modules and optimizers, of callbacks and datamodules, once the training changes them",
     Fate.CAPTURED,
     "numbers, texts, tensors and arrays up to 256 KiB, containers of at most 64 of them",
 )
@@ -44,7 +46,9 @@ _LARGE = declare(
     Fate.USERS,
     "named in a warning: make it a buffer, extra state of the module, or part of `state=` (Lightning: save it in on_save_checkpoint)",
 )
-_GENERATOR = declare("random generators that modules, callbacks and datamodules hold", Fate.CAPTURED, "with the small state of each rank")
+_GENERATOR = declare(
+    "random generators that modules, hooks, callbacks and datamodules hold", Fate.CAPTURED, "with the small state of each rank"
+)
 _MASKED = declare("weights that pruning has masked for the last forward pass", Fate.CAPTURED, "pruning again looks at them; copied at once")
 _HOOK = declare("hooks of modules", Fate.DERIVED, "registered by the script when it starts; their small plain attributes are captured")
 
@@ -113,6 +117,7 @@ class Modes:
         return {
             "attributes": kept,
             "named": sorted(self.named),
+            "lost": lost,
             "generators": generator_states(self._generators),
             "masked": {path: masked[path].detach() for path in lost if path in masked},
             "trained": {
@@ -129,7 +134,8 @@ class Modes:
         ``but``: objects whose attributes are put back by others.
         """
         self._follow(modules)
-        self._attributes.give_back(state["attributes"], but=but)
+        # What hooks of a new process have made anew (a loader) is no worse than None. Snapshots in storage may be older.
+        self._attributes.give_back(state["attributes"], but=but, replaced=state.get("lost", ()))
         self.named.update(state.get("named", ()))  # snapshots in storage may be older
         set_generator_states(self._generators, state["generators"])
         for path, value in state.get("masked", {}).items():
@@ -209,6 +215,18 @@ def own_values(modules: Modules) -> dict[str, Any]:
         for key, value in (*vars(module).items(), *_own_hooks(module).items())
         if key not in MODULE_INTERNALS and not isinstance(value, nn.Module)
     }
+
+
+def hooks_beside(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
+    """The script's own hooks of optimizers, and of all modules and optimizers of the process, by name."""
+    tables = {
+        f"{name}.{kind}": getattr(optimizer, f"_optimizer_step_{kind}", {})
+        for name, optimizer in optimizers.items()
+        for kind in ("pre_hooks", "post_hooks")
+    }
+    tables |= {"optimizers.pre_hooks": _global_optimizer_pre_hooks, "optimizers.post_hooks": _global_optimizer_post_hooks}
+    tables |= {f"modules.{kind}": getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS}
+    return {f"{kind}.{index}": hook for kind, table in tables.items() for index, hook in enumerate(table.values()) if is_of_script(hook)}
 
 
 def _own_hooks(module: nn.Module) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import functools
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, NoneType
@@ -224,6 +224,7 @@ class Attributes:
         lost: bool = True,
         new: bool = False,
         but: Iterable[Any] = (),
+        replaced: Collection[str] = (),
     ) -> None:
         """Sets all plain attributes to their values at the mark, but for ``values``. One that has its value stays the object it is.
 
@@ -235,6 +236,7 @@ class Attributes:
                 every process (``worker_init_fn``), and no snapshot says that they were there.
             new: whether plain attributes that have come since the mark are deleted, unless ``values`` has them, or ``shared`` keeps them.
             but: objects to leave as they are.
+            replaced: paths of attributes that had become what cannot be kept by then; where they have become so here too, they stay.
         """
         left = set(map(id, but))
         for path, item in self._objects.items():
@@ -254,7 +256,8 @@ class Attributes:
                 if name not in given and (type(then) is Opaque or current is then):
                     continue
                 present = snapshot(current)
-                if is_same(present, then) or (name not in given and type(present) is Opaque and (not lost or is_a(current, _CODE))):
+                stays = not lost or is_a(current, _CODE) or f"{path}.{name}" in replaced
+                if is_same(present, then) or (name not in given and type(present) is Opaque and stays):
                     continue
                 if not (is_shared(current) and wrote(current, then)):
                     _set(now, name, copy_for(then, current))

@@ -227,10 +227,12 @@ def test_a_state_with_an_average_under_way_goes_on_in_the_same_bits() -> None:
 
 
 def test_what_lets_no_rank_train_alone_is_refused(tmp_path: Path) -> None:
-    for sharded, wrapped, joined, searching in on_ranks(tmp_path, 2, local_steps_case.refusals):
-        assert "an optimizer has the loss evaluated several times in a step, as LBFGS does" in searching
-        for said in (sharded, wrapped):
-            assert "a ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others" in said
+    for sharded, wrapped, joined, searching, named, later_sharded, later_named in on_ranks(tmp_path, 2, local_steps_case.refusals):
+        assert "an optimizer has the loss evaluated several times in a step" in searching
+        for said in (named, later_named):
+            assert "an optimizer of the kind LBFGS has the loss evaluated several times in a step" in said
+        for said in (sharded, wrapped, later_sharded):
+            assert "ZeroRedundancyOptimizer sends each parameter from the one rank that updates it to all others" in said
         assert "join() lets a rank whose inputs have ended answer the others' collectives" in joined
 
 

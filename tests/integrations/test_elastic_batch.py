@@ -93,6 +93,9 @@ def test_each_sample_of_an_epoch_is_used_once(resized: dict[str, Any]) -> None:
         assert sorted(chain.from_iterable(ours[epoch].values())) == list(range(SAMPLES))
         assert {step: sorted(ids) for step, ids in ours[epoch].items()} == {step: sorted(ids) for step, ids in fixed[epoch].items()}
         assert {len(ids) for ids in ours[epoch].values()} == {GLOBAL}
+    if "validated" in resized["fixed"][0]:  # which is left before its end
+        validated = [[each["validated"] for each in results] for results in resized["said"]]
+        assert validated == [[[]] * 3, [[(6, 0), (6, 1)]] * 2, [[(12, 0), (12, 1)]] * 3]
 
 
 def test_the_weights_are_those_of_a_fixed_world_but_for_rounding(resized: dict[str, Any]) -> None:

@@ -130,9 +130,10 @@ def test_a_trainer_that_knows_of_nothing_goes_on_where_it_was(tmp_path: Path) ->
 
 
 def test_a_trainer_on_ddp_ends_with_the_very_bits(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Loss, evaluation, learning rate, order of the data, random numbers, state of the Trainer and weights; in an unchanged script, on a
-    device whose copies lag behind (lagging_device.py)."""
-    undisturbed, run = _plain(tmp_path_factory, callback=False, lag=0.01)
+    """Loss, evaluation, learning rate, order of the data, random numbers, state of the Trainer and weights, those of a reference that
+    follows the model too; in an unchanged script, on a device whose copies lag behind (lagging_device.py)."""
+    undisturbed, run = _plain(tmp_path_factory, callback=False, follows=True, lag=0.01)
+    assert "will not be restored" not in run.output
     assert "[gemini" not in undisturbed.output
     assert run.output.count("resumed at iteration") == 2
 
@@ -259,11 +260,13 @@ def test_batches_that_rank_0_fetches_for_all_come_again(tmp_path_factory: pytest
     _plain(tmp_path_factory, callback=False, streamed=True, arguments={"max_steps": 9, "eval_strategy": "no", "eval_on_start": False})
 
 
-def _plain(folders: pytest.TempPathFactory, callback: bool, streamed: bool = False, arguments: Any = None, **more: Any) -> tuple[Run, Run]:
+def _plain(
+    folders: pytest.TempPathFactory, callback: bool, streamed: bool = False, follows: bool = False, arguments: Any = None, **more: Any
+) -> tuple[Run, Run]:
     """Runs a job undisturbed without gemini-ft, and killed twice; they end alike."""
     given = {"save_strategy": "steps", "save_steps": 4, "lr_scheduler_type": "cosine", "warmup_steps": 3, "eval_on_start": True}
     given |= arguments or {}
-    case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": given, "streamed": streamed}
+    case = {"kind": "trainer", "plain": True, "accumulate": 2, "arguments": given, "streamed": streamed, "follows": follows}
     undisturbed = Run(folders.mktemp("plain"), case, faults="", GEMINI_WRAP="0")
     faults = "step=4:rank=1:sigkill; step=7:rank=0:sigkill"
     run = Run(folders.mktemp("killed"), case | {"callback": callback} | more, faults=faults, GEMINI_ON_LATE="wait")

@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("deepspeed", reason="needs deepspeed: pip install deepspeed")
 
 from agent_kit import end_agent, eventually, preload
-from lightning_deepspeed_case import Case, train
+from lightning_deepspeed_case import Case, train, writes_weights
 from rank_kit import World
 from test_lightning_recovery import read
 
-from gemini_ft.errors import WorldSizeError
+from gemini_ft.errors import StateError, WorldSizeError
 from gemini_ft.storage.checkpoints import list_checkpoints
 from gemini_ft.storage.opening import open_storage
 
@@ -124,6 +124,18 @@ def test_another_accumulation_of_the_script_waits_for_another_run(tmp_path: Path
         assert not live(ranks, Case(3), GEMINI_FAULTS="step=3:rank=1:sigkill")
         assert live(ranks, Case(3, accumulate=3))
     compare(tmp_path, undisturbed(Case(3)), 2)
+
+
+@pytest.mark.parametrize("at", [3, 0], ids=["once", "after each step"])
+def test_weights_that_are_written_between_two_steps_are_named_and_at_each_step_refused(at: int, tmp_path: Path) -> None:
+    """A resumed engine makes them of the masters."""
+    with World(tmp_path, 1) as ranks:
+        (said,) = ranks.outcome(writes_weights, str(tmp_path), at)
+    if at:
+        assert sum("are not what their masters give" in text for text in said) == 1, said
+    else:
+        assert isinstance(said, StateError)
+        assert "are not what their masters give" in str(said)
 
 
 def saved(folder: Path) -> str:

@@ -811,8 +811,19 @@ def test_an_optimizer_that_fabric_was_not_given_is_named(is_given: bool, fit: An
     assert ["put it into the state of Fabric" in text for text in named] == [True] * (not is_given)
 
 
+class Damping:
+    """A callback of Fabric on which the loss depends."""
+
+    def __init__(self) -> None:
+        self.factor, self.generator = 1.0, torch.Generator()
+
+    def on_batch(self) -> None:
+        self.factor *= 0.9 + 0.01 * float(torch.rand((), generator=self.generator))
+
+
 def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog: pytest.LogCaptureFixture) -> None:
-    fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1)
+    damping = Damping()
+    fabric = Fabric(strategy="gemini", accelerator="cpu", devices=1, callbacks=[damping, Damping()])
     fabric.launch()
     linear = nn.Linear(4, 4)
     model, optimizer = fabric.setup(linear, torch.optim.SGD(linear.parameters(), 0.1))
@@ -822,7 +833,8 @@ def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog:
     state = {"model": model, "optimizer": optimizer, "loader": loader, "scheduler": schedulers[0], "step": 0, "losses": []}
     fabric.strategy.protect(state)
     for _, batch in enumerate(loader):
-        loss = model(batch + torch.randn(4, generator=generator)).sum() * baseline
+        fabric.call("on_batch")
+        loss = model(batch + torch.randn(4, generator=generator)).sum() * baseline * damping.factor
         fabric.backward(loss)
         optimizer.step()
         baseline *= 0.9
@@ -832,7 +844,8 @@ def test_what_a_loop_of_fabric_keeps_beside_its_state_is_named(fit: Any, caplog:
     said = [record.getMessage() for record in caplog.records if "in no snapshot" in record.getMessage()]
     assert [text.split(":")[0] for text in said] == [
         "this script has a ExponentialLR that is in no snapshot",
-        "this loop draws from the generator generator, which is in no snapshot",
+        "this loop draws from the generator callbacks.1.generator, damping.generator, generator, which is in no snapshot",
     ]
-    assert any("this script changes baseline while it trains, which no snapshot has" in record.getMessage() for record in caplog.records)
+    told = "this script changes baseline, callbacks.1.factor, damping.factor while it trains, which no snapshot has"
+    assert any(told in record.getMessage() for record in caplog.records)
     assert sum("by enumerate(loader)" in text and "count in the state that is protected" in text for text in caplog.messages) == 1

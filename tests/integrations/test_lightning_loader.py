@@ -6,6 +6,7 @@ import itertools
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from multiprocessing import Value
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.loaders.loader import ResumableIterable, make_resumable
 from gemini_ft.loaders.parts import LoaderParts
+from gemini_ft.state import codec
 
 # Three workers are what the arithmetic of rounds needs, whatever the machine has.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes:UserWarning")
@@ -497,3 +499,36 @@ def test_less_data_than_before_the_restart() -> None:
     short.load_state_dict(state["loader"])
     with pytest.raises(StateError, match="ended after 3 batches, but 5 had been used"):
         iter(short)
+
+
+class Growing(Sampler[list[int]]):
+    """Batches of a size that the training may raise in the middle of an epoch."""
+
+    def __init__(self) -> None:
+        self.size = 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        left = torch.randperm(SAMPLES).tolist()
+        while left:
+            yield left[: self.size]
+            left = left[self.size :]
+
+
+@pytest.mark.parametrize("kinder", [{"lenient": True}, {"method": "skip"}, {}], ids=["named", "insisted on", "refused"])
+@pytest.mark.parametrize("changed_at", [(1, 0), (1, 2)], ids=["before the epoch", "within it"])
+def test_an_order_that_the_training_changes_within_an_epoch_is_not_gone_on_with_as_if_it_were_the_same(
+    changed_at: tuple[int, int], kinder: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def grow(loader: Any, moment: tuple[int, int]) -> None:
+        if moment == changed_at or (changed_at[1] == 0 and moment == (0, 12)):
+            loader.batch_sampler.size = 3
+
+    def job() -> Job:
+        return Job(lambda: DataLoader(Noisy(), batch_sampler=Growing()), resumable=True, meanwhile=grow, **kinder)
+
+    state = codec.decode(codec.encode(job().run(range(2), (1, 4))))
+    after = job()
+    is_refused = changed_at[1] > 0 and not kinder
+    with pytest.raises(StateError, match="draws other indices than before the failure") if is_refused else nullcontext():
+        after.run(range(1, 2), first=state)
+    assert ("draws other indices than before the failure" in caplog.text) is (changed_at[1] > 0 and "lenient" in kinder)

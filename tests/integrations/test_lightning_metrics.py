@@ -108,7 +108,7 @@ class Holder(nn.Module):
             self.metric.increment()
         loop = SimpleNamespace(epoch_loop=SimpleNamespace())
         self.trainer = SimpleNamespace(lightning_module=self, callbacks=[], datamodule=None, fit_loop=loop)
-        self.modes = trainer_callbacks.modes_of(self.trainer, "lightning.pytorch", modules_of({"module": self}))
+        self.modes = trainer_callbacks.modes_of(self.trainer, "lightning.pytorch", modules_of({"module": self}), {})
 
     def update(self, seed: int, kind: int) -> Any:
         torch.manual_seed(seed)  # bootstrapping draws from it

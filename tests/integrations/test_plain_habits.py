@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import itertools
 import logging
 import math
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.preloaded("torchmetrics")
 
 CASE = Path(__file__).parents[1] / "kit" / "habits_case.py"
 LOOPS = ["scaler", "lbfgs", "averages", "adversaries"]
-OTHERS = ["unfreezes", "normed", "unzeroed", "generators"]
+OTHERS = ["unfreezes", "normed", "unzeroed", *["apart"] * (importlib.util.find_spec("accelerate") is not None), "generators"]
 LOADERS = ["zipped", "counted", "mapped", "chained", "in_turns", "in_twos", "teed", "accumulates"]
 # Of three ranks one, and then two, have no more inputs; and in the next epoch.
 UNEVEN = ["1:uneven:0:4", "2:uneven:0:6", "0:uneven:1:2"]

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import gemini_ft
 from gemini_ft.agent.lifecycle import leave
 from gemini_ft.errors import ConfigError
+from gemini_ft.state.loop import LoopWatch
 
 SCRIPT = """
 import contextlib, itertools, os, pathlib, signal, sys
@@ -198,3 +199,18 @@ def test_workers_of_an_iterator_that_is_freed_in_a_cycle_end_at_once() -> None:
     gc.collect()
     worker.join(30)
     assert worker.exitcode == 0  # torch waits 5 s for a worker that it cannot reach, and kills it
+
+
+@pytest.mark.parametrize("is_seeded", [True, False], ids=["seeded", "of the process"])
+def test_a_loader_is_named_whose_iterations_draw_from_the_process_though_its_order_does_not(
+    is_seeded: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that leaves out the batches of its epoch by itself makes another iteration after a failure, and with it another draw."""
+    data = TensorDataset(torch.arange(8.0))
+    order = RandomSampler(data, generator=torch.Generator())
+    loader = DataLoader(data, 2, sampler=order, generator=torch.Generator() if is_seeded else None)
+    with caplog.at_level("WARNING", "gemini_ft"):
+        for _ in loader:
+            LoopWatch().look([], {}, [])
+            break
+    assert ("this loop iterates a DataLoader (of a TensorDataset) that is not in `state`" in caplog.text) is not is_seeded

@@ -228,7 +228,7 @@ class Stopped(Exception):
 def fit(case: Case, out: str, until: int) -> dict[str, Any]:
     """Does as `train`, by Lightning's Trainer."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    found: dict[str, Any] = {"told": []}
+    found: dict[str, Any] = {"told": [], "validated": []}
 
     class Noting(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -265,6 +265,10 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
             time.sleep(case.pause)
             return loss
 
+        def validation_step(self, batch: Any, number: int) -> None:
+            if not self.trainer.sanity_checking:
+                found["validated"].append((self.trainer.global_step, number))
+
         def on_train_start(self) -> None:
             found["this"] = began()
 
@@ -296,11 +300,13 @@ def fit(case: Case, out: str, until: int) -> dict[str, Any]:
         strategy=strategy,
         max_epochs=case.epochs,
         accumulate_grad_batches=case.accumulation,
-        num_sanity_val_steps=0,
+        num_sanity_val_steps=1,
+        limit_val_batches=2,
         **QUIET,
     )
+    validation = DataLoader(Numbers(), BATCH, shuffle=True)
     with contextlib.suppress(Stopped):
-        trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers), ckpt_path=case.checkpoint)
+        trainer.fit(module, DataLoader(Numbers(), BATCH, shuffle=True, num_workers=case.workers), validation, ckpt_path=case.checkpoint)
     weights = [value for param in module.parameters() for value in full(param).flatten().tolist()]
     return found | {
         "accumulation": trainer.accumulate_grad_batches,

@@ -40,6 +40,7 @@ class Loop:
         self._checkpointer: gemini_ft.Checkpointer | None = None
         self.steps = 0
         self.is_even = True  # all ranks make the same number of steps
+        self.is_replicated: bool | None = None  # all ranks have the same parameters; None: as DDP says
 
     def loader(self, *args: Any, **named: Any) -> Any:
         loader = DataLoader(*args, **named)
@@ -48,7 +49,8 @@ class Loop:
     def begin(self, models: Any, optimizers: Any, **state: Any) -> int:
         if self._is_protected:
             late = "wait" if self.is_even else "skip"
-            self._checkpointer = gemini_ft.Checkpointer(models, optimizers, state=state, name=self.name, on_late=late)
+            options: Any = {"name": self.name, "on_late": late, "replicated": self.is_replicated}
+            self._checkpointer = gemini_ft.Checkpointer(models, optimizers, state=state, **options)
             self.steps = self._checkpointer.resume()
         return self.steps
 
@@ -406,9 +408,30 @@ def uneven(loop: Loop) -> Iterator[None]:
     loop.end(model.state_dict())
 
 
+def apart(loop: Loop) -> Iterator[None]:
+    """Ranks train apart and average every third step, by accelerate, whose count of steps is kept as the warning says."""
+    from accelerate import Accelerator
+    from accelerate.local_sgd import LocalSGD
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(net())
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.01))
+    loop.is_replicated = False
+    first = loop.begin(model, optimizer)
+    yield
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=3) as local_sgd:
+        local_sgd.num_steps = loop.scalars.get("local", 0)
+        for _ in range(first, 11):
+            loss = train(model, batch() + RANK, optimizer)
+            local_sgd.step()
+            loop.step(loss, local=local_sgd.num_steps)
+            yield
+    loop.end(model.state_dict(), optimizer.state_dict())
+
+
 TRAININGS: dict[str, Callable[[Loop], Iterator[None]]] = {
     each.__name__: each
-    for each in (scaler, lbfgs, averages, zipped, counted, adversaries, unfreezes, normed, unzeroed, generators, accumulates, uneven)
+    for each in (scaler, lbfgs, averages, zipped, counted, adversaries, unfreezes, normed, unzeroed, generators, accumulates, uneven, apart)
 }
 TRAININGS.update(dict.fromkeys(AROUND, around))
 

@@ -93,6 +93,19 @@ class Counting(TrainerCallback):  # type: ignore[misc]
         self.rates = [*self.rates[-4:], named["optimizer"].param_groups[0]["lr"]]
 
 
+class Following(TrainerCallback):  # type: ignore[misc]
+    """Mixes the trained weights into a reference every other step, as TRL's Trainers do with ``sync_ref_model``."""
+
+    def __init__(self, reference: torch.nn.Module) -> None:
+        self.reference = reference
+
+    @torch.no_grad()
+    def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        if state.global_step % 2 == 0:
+            for mean, now in zip(self.reference.parameters(), named["model"].parameters(), strict=True):
+                mean.lerp_(now, 0.6)
+
+
 class Weighed:
     """A loss and a metric of the script's own, in one object that remembers what it has seen."""
 
@@ -229,6 +242,10 @@ def train(run: dict[str, Any], diary: Diary) -> None:
 
         def compute_loss(self, *arguments: Any, **named: Any) -> Any:
             loss = super().compute_loss(*arguments, **named)
+            if run.get("follows") and self.model.training:
+                with torch.no_grad():
+                    distance = self.ref_model(arguments[1]["input_ids"]).logits.square().mean()
+                loss = loss * (1 + distance)
             if self.model.training:
                 self.best_metric = 0.9 * self.best_metric + 0.1 * float(loss.detach() if torch.is_tensor(loss) else loss[0])
             return loss / self.best_metric if torch.is_tensor(loss) else loss
@@ -247,6 +264,9 @@ def train(run: dict[str, Any], diary: Diary) -> None:
     data = {"train_dataset": texts, "eval_dataset": Texts(4), "data_collator": Masking()}
     data |= {"compute_loss_func": weighed.loss, "compute_metrics": weighed}
     trainer = kind(model=model(), args=arguments, callbacks=callbacks, **data)
+    if run.get("follows"):
+        arguments.sync_ref_model, trainer.ref_model = True, model().eval()
+        trainer.add_callback(Following(trainer.ref_model))
     checkpoint = run.get("checkpoint")
     os.makedirs(arguments.output_dir, exist_ok=True)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if checkpoint == "latest" else checkpoint)

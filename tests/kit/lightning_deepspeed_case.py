@@ -140,3 +140,37 @@ def train(case: Case, out: str, plain: bool = False) -> dict[str, Any]:
     names = sorted(Path(path).stem.partition("-v")[0] for path in checkpoints.best_k_models)  # -v1: saved again
     diary.note("best", [float(checkpoints.best_model_score).hex(), names])
     return said
+
+
+def writes_weights(out: str, at: int) -> list[str]:
+    """Writes a weight between two steps, and no master: after the step of this number, or after each one (0). Returns what was told."""
+    warnings.simplefilter("ignore")
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    import lightning.pytorch
+    import torch
+    from lightning_case import BATCH, Samples, network
+    from session_case import Recorded
+    from torch.utils.data import DataLoader
+
+    class Clamping(lightning.pytorch.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return (self.net(batch) - batch).square().mean()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            if at in (0, self.global_step):
+                with torch.no_grad():
+                    next(self.net.parameters()).clamp_(-0.01, 0.01)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), 1e-2)
+
+    told = Recorded()
+    quiet: dict[str, Any] = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    strategy = make_strategy(lightning.pytorch, Case(1), False)
+    trainer = lightning.pytorch.Trainer(accelerator="cpu", devices=1, strategy=strategy, max_steps=6, default_root_dir=out, **quiet)
+    trainer.fit(Clamping(), DataLoader(Samples(32), BATCH))
+    return told.texts

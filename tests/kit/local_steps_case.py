@@ -404,7 +404,7 @@ def failing(within: bool) -> str:
 
 
 def refusals() -> list[str]:
-    """Returns the errors where others average between two averages, or ranks are not all there."""
+    """Returns the errors where others average between two averages, or ranks are not all there; and where they may come to train alone."""
     join()
     model = network()
     with closing(gemini_ft.GradientSynchronizer(model, [{"params": "*", "every": 2}])) as synchronizer:
@@ -424,8 +424,23 @@ def refusals() -> list[str]:
             synchronizer.synchronize()
             return float(loss)
 
-        said.append(error_of(partial(torch.optim.LBFGS(ahead.parameters()).step, again)))
+        said += [error_of(partial(kind(ahead.parameters()).step, again)) for kind in (Searching, torch.optim.LBFGS)]
+    later = network()
+    with closing(gemini_ft.GradientSynchronizer(later, [{"params": "*", "fusion": "auto", "quality": "loss"}])):
+        sharded = ZeroRedundancyOptimizer(later.parameters(), torch.optim.SGD, lr=0.1)
+        said += [error_of(partial(each.step, float)) for each in (sharded, torch.optim.LBFGS(later.parameters()))]
     return said
+
+
+class Searching(torch.optim.SGD):
+    """Evaluates the loss several times in a step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+
+    def step(self, closure: Any = None) -> Any:
+        closure()
+        return super().step(closure)
 
 
 def apart() -> list[str]:

@@ -19,6 +19,9 @@ import pytest
 import torch
 from capture_kit import give, take
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState
@@ -112,6 +115,58 @@ def test_hooks_of_modules_and_of_parameters_go_on_with_their_generators_and_coun
     gradients(layer)
     give(take(state), fresh)
     assert gradients(layer) == gradients(again)
+
+
+def test_what_came_in_the_place_of_none_and_cannot_be_kept_is_the_new_processs_own_if_it_is_there() -> None:
+    """As a second loader that `on_train_start` makes."""
+    model, again = Remembering(), Remembering()
+    for each in (model, again):
+        each.made = each.late = None
+    state, fresh = PlainState.of(model, [], None), PlainState.of(again, [], None)
+    model.made, again.made, again.late = (DataLoader(range(3)) for _ in range(3))  # type: ignore[arg-type]
+    made = again.made
+    give(take(state), fresh)
+    assert (again.made, again.late) == (made, None)
+
+
+class Shaking:
+    """A hook of optimizers, with a generator and a count of its own."""
+
+    def __init__(self) -> None:
+        self.calls, self.generator = 0, torch.Generator().manual_seed(5)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.calls += 1
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad.add_(torch.randn(param.shape, generator=self.generator), alpha=1 / self.calls)
+
+
+@pytest.mark.parametrize("of_all", [False, True], ids=["of one", "of all"])
+def test_hooks_of_optimizers_go_on_with_their_generators_and_counts(of_all: bool) -> None:
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+
+    def state_with_a_hook() -> PlainState:
+        hook = Shaking()
+        handles.append(register_optimizer_step_pre_hook(hook) if of_all else optimizer.register_step_pre_hook(hook))
+        return PlainState.of(layer, optimizer, None)
+
+    def steps() -> list[Any]:
+        for param in layer.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        return [param.tolist() for param in layer.parameters()]
+
+    handles: list[RemovableHandle] = []
+    state = state_with_a_hook()
+    steps()
+    taken = take(state)
+    then = steps()
+    handles.pop().remove()
+    fresh = state_with_a_hook()
+    give(taken, fresh)
+    assert steps() == then
+    handles.pop().remove()
 
 
 @pytest.mark.parametrize("before", [None, {"outer": None}], ids=["at the top", "inside"])

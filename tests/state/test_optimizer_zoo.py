@@ -58,6 +58,26 @@ class Helper:
         self.seen: list[int] = []
 
 
+class Projecting(torch.optim.SGD):
+    """An object in the state of each parameter, as GaLore has it; for a small one its basis is None."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            if (projector := self.state[param].setdefault("projector", Projector())).turns % 3 == 0 and len(param) > 4:
+                projector.basis = torch.linalg.svd(param.grad, full_matrices=False)[2][:1]
+            projector.turns += 1
+            if projector.basis is not None:
+                param.grad = param.grad @ projector.basis.t() @ projector.basis
+        return super().step()
+
+
+class Projector:
+    def __init__(self) -> None:
+        self.basis: torch.Tensor | None = None
+        self.turns = 0
+
+
 def optim(name: str, **options: Any) -> Make:
     return lambda params: getattr(torch.optim, name)(params, **options)
 
@@ -90,6 +110,7 @@ OURS: dict[str, Make] = {
     "SAM over SGD": lambda params: SAM(params, torch.optim.SGD, lr=0.1, momentum=0.9),
     "SAM over Adam": lambda params: SAM(params, torch.optim.Adam, lr=0.1),
     "attributes": Averaging,
+    "objects in the state": lambda params: Projecting(params, lr=0.1),
     "one that has not called torch's __init__": lambda params: Lookahead(torch.optim.Adam(params, lr=0.1)),
     "eight bits in blocks": lambda params: Blockwise(params, lr=0.1),
 }
