@@ -65,7 +65,7 @@ class Inbound:
         self._offered.clear()
 
     def entrust_all(self) -> None:
-        """Lets workers keep the memory that none of them has: that of replicas, and what own shards had before their slots were made anew."""
+        """Lets workers keep the memory that none of them has: replicas, and own shards from before their slots were made anew."""
         host = self._context.host
         for (held, index), memory in self._context.slot_store.memory.items():
             if not host.owns(held) or host.slots(held).slots[index].retired:
