@@ -1,7 +1,8 @@
 """Jobs of traits that a seed draws, each under plain DDP, under gemini undisturbed, and under gemini and killed: what differs?
 
 `tests/kit/combinations.py` draws loop x loader x data x workers x sampler x reload x accumulation x model x optimizers x callbacks x habits
-x moments of kills, runs the three ways side by side, and compares batches, losses and final states in every bit. Each verdict is added to
+x moments of kills, runs the three ways side by side, and compares batches, losses and final states in every bit. Up to ``--kills``
+combinations of a seed differ in their kills alone: plain DDP and gemini undisturbed run once for them. Each verdict is added to
 ``--results`` at once, from which a later call goes on: seeds that are there are not run again, and ``--report`` writes the tables of all.
 
 A seed that differs is shrunk to the traits that it needs by `COMBINATIONS=SEED:SEED+1 make soak PART=combinations`.
@@ -37,7 +38,7 @@ def read(path: Path) -> list[Result]:
 
 def work(options: argparse.Namespace) -> None:
     """Runs every ``jobs``-th seed in this process, in worlds whose ranks and agents are forked."""
-    from combinations import draw, killed, run
+    from combinations import draw, killed, run_several, with_other_kills
     from warm_python import launchers
 
     done, end = {result["seed"] for result in read(options.results)}, time.monotonic() + options.seconds
@@ -45,14 +46,22 @@ def work(options: argparse.Namespace) -> None:
         for seed in range(options.first + options.worker, options.first + options.seeds, options.jobs):
             if seed in done or time.monotonic() > end:
                 continue
-            folder, begin, traits = Path(tempfile.mkdtemp(prefix="gemini-combination-")), time.monotonic(), draw(seed)
+            folder, begin = Path(tempfile.mkdtemp(prefix="gemini-combination-")), time.monotonic()
+            several = with_other_kills(draw(seed), options.kills - 1, seed)
             try:
-                verdict, told = run(traits, folder / "drawn")
+                verdicts = run_several(several, folder / "drawn")
             except AssertionError as error:  # a way has come to no end
-                verdict, told = "failed", [str(error)]
-            found = {"seed": seed, "verdict": verdict, "told": [text[:600] for text in told[:5]], "kills": killed(folder / "drawn")}
+                verdicts = [("failed", [str(error)])] * len(several)
+            seconds = round((time.monotonic() - begin) / len(several), 2)
             with open(options.results, "a") as file:
-                file.write(json.dumps(found | {"seconds": round(time.monotonic() - begin, 2), "traits": traits}) + "\n")
+                for number, (traits, (verdict, told)) in enumerate(zip(several, verdicts, strict=True)):
+                    found = {
+                        "seed": seed,
+                        "verdict": verdict,
+                        "told": [text[:600] for text in told[:5]],
+                        "kills": killed(folder / "drawn", number),
+                    }
+                    file.write(json.dumps(found | {"seconds": seconds, "traits": traits}) + "\n")
             shutil.rmtree(folder)
 
 
@@ -73,7 +82,7 @@ def summary(results: Iterable[Result]) -> dict[str, Any]:
     disturbed = [result for result in results if result["verdict"] == "same" and result["kills"]]
     return {
         "combinations": len(results),
-        "seeds": _ranges(sorted(result["seed"] for result in results)),
+        "seeds": _ranges(sorted({result["seed"] for result in results})),
         **{verdict: verdicts[verdict] for verdict in VERDICTS},
         "same_after_a_kill": len(disturbed),
         "kills": sum(result["kills"] for result in results),
@@ -119,7 +128,8 @@ def report(results: list[Result]) -> str:
 
     return "\n".join(
         [
-            f"{figures['combinations']} combinations ran three ways each; {figures['kills']} ranks were killed.",
+            f"{figures['combinations']} combinations of the seeds {figures['seeds']} ran three ways each; those of one seed differ in "
+            f"their kills, and share the two ways without. {figures['kills']} ranks were killed.",
             "",
             common.table(("verdict", "combinations"), [(verdict, str(figures[verdict])) for verdict in VERDICTS]),
             "",
@@ -144,7 +154,8 @@ def report(results: list[Result]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=10_000, help="the first seed")
-    parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=500)
+    parser.add_argument("--kills", type=int, default=4, help="combinations of each seed, which differ in their kills")
     parser.add_argument("--jobs", type=int, default=2, help="combinations at a time")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after this time")
     parser.add_argument("--results", type=Path, default=Path("build/combinations.jsonl"), help="lines of JSON, to which is added")

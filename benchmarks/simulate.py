@@ -89,7 +89,11 @@ def main() -> int:
         "--history", type=Path, default=None, help="write the history of the first seed, as lines of JSON, and the agents' log"
     )
     parser.add_argument(
-        "--mutations", type=int, default=0, metavar="N", help="break the package in one place at a time: N seeds each, at most"
+        "--mutations",
+        type=int,
+        default=0,
+        metavar="N",
+        help="break the package in one place at a time: the seed that has seen it before, and N others at most",
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="with --mutations: those whose line has this text")
     parser.add_argument("--drawn", type=int, default=0, metavar="COUNT", help="with --mutations: in that many places which --draw draws")
@@ -144,6 +148,7 @@ def speed(sizes: Sequence[int], seconds: float) -> int:
 
 
 WRITTEN: dict[str, Callable[[], None]] = {f"{each.where}: {each.breaks}": each.apply for each in MUTATIONS}
+SEEN = {f"{each.where}: {each.breaks}": each.seed for each in MUTATIONS}
 
 
 def mutate(first: int, seeds: int, seconds: float, broken: dict[str, Callable[[], None]], otherwise: str) -> int:
@@ -151,7 +156,7 @@ def mutate(first: int, seeds: int, seconds: float, broken: dict[str, Callable[[]
     found = dict[str, str]()
     for name, apply in broken.items():
         found[name], begin = otherwise, time.monotonic()
-        for seed in range(first, first + seeds):
+        for seed in dict.fromkeys([SEEN.get(name, first), *range(first, first + seeds)]):
             outcome = play(seed, seconds, apply, _MUTANT_SECONDS)
             if outcome.wrong:
                 found[name] = f"seed {seed} after {time.monotonic() - begin:.0f} s: {outcome.wrong[0].strip().splitlines()[-1][:200]}"

@@ -195,8 +195,7 @@ def _book(context: StreamContext, spec: SessionSpec, storing: Storing | None, be
             start, last = max(start, stored[0].iteration), max(began, time.monotonic() - max(0.0, time.time() - stored[1]))
         due: dict[str, Any] = {name: spec.storage.get(name) for name in ("every_steps", "every_seconds")}
         cadence = Cadence(**due, last_iteration=start, last_time=last, at_end=storing.uploader.config.at_end)
-    host = context.host
-    book = Ledger(host.holders, host.committed, spec.replica_timeout, cadence, lambda: host.sealed)
+    book = Ledger(context.host.holders, context.host.committed, spec.replica_timeout, cadence)
     known = [version for version in (context.host.agreed, spec.resumed) if version is not None]  # all ranks have begun with the second
     book.agreed = max(known, default=None)
     book.obstacle = "storage has not been looked through yet" if cadence is not None else ""

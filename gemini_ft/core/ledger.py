@@ -6,7 +6,7 @@ If that agent restarts, or another host leads, the others repeat their reports a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
@@ -25,19 +25,11 @@ ENDED = "has ended without it"  # of a rank: why a version is aborted
 class Ledger:
     """Collects reports, decides commits. ``holders``: owner -> hosts, the owner's own first.
 
-    ``is_sealed``: whether ranks choose on this host what they resume (`protocol.Host.seal`). By what it has told them they may pass a
-    version over, of which two copies differ, so that nothing is committed until that is over.
-
     Hundreds of thousands of copies may be reported per step, so that no report may cost a walk over all ranks (`gemini_ft.core.rounds`).
     """
 
     def __init__(
-        self,
-        holders: Mapping[int, tuple[str, ...]],
-        committed: Version | None,
-        replica_timeout: float,
-        cadence: Cadence | None = None,
-        is_sealed: Callable[[], bool] = lambda: False,
+        self, holders: Mapping[int, tuple[str, ...]], committed: Version | None, replica_timeout: float, cadence: Cadence | None = None
     ) -> None:
         self.holders = dict(holders)
         self.committed = committed
@@ -57,7 +49,6 @@ class Ledger:
         self._held_back: Version | None = None  # was due meanwhile
         self.replica_timeout = replica_timeout
         self._cadence = cadence
-        self._is_sealed, self._waits = is_sealed, False  # until the next `tick`
         self._joined: set[str] = set()
         self._joined_at: dict[str, Version] = {}  # host -> newest version reported when it joined for the last time, if it matters
         self._newest: Version | None = None  # that was reported
@@ -165,12 +156,6 @@ class Ledger:
         was committed before stays where it is.
         """
         silent = frozenset(absent)
-        had_waited, self._waits = self._waits, self._is_sealed()
-        if self._waits:
-            return []
-        for version in sorted(self._rounds, reverse=True) if had_waited else ():
-            if decisions := self._try_commit(version, self._rounds[version], now):
-                return decisions
         for version, current in sorted(self._rounds.items()):
             if current.own_since is None or now - current.own_since < self.replica_timeout:
                 continue
@@ -339,9 +324,6 @@ class Ledger:
 
     def _try_commit(self, version: Version, current: Round, now: float) -> list[Decision]:
         if not current.complete or self.has_diverged:
-            return []
-        self._waits = self._waits or self._is_sealed()
-        if self._waits:
             return []
         roots, compared = current.roots, current.compared
         self._close(version)

@@ -6,7 +6,7 @@ in memory, the newest whole checkpoint in storage.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -80,7 +80,17 @@ def _from_memory(version: Version, copies: Sequence[tuple[str, SlotInfo]]) -> Re
     return RecoveryPlan(kind="memory", version=version, sources=by_owner, age=age, world_size=len(by_owner), roots=roots)
 
 
-def by_version(holdings: Mapping[str, Sequence[SlotInfo]], refused: Sequence[Version] = ()) -> dict[Version, list[tuple[str, SlotInfo]]]:
+def in_doubt(holdings: Mapping[str, Sequence[SlotInfo]], refused: Collection[Version], than: Version | None) -> Version | None:
+    """The newest version after ``than`` that would be whole if it were known which of two copies that differ is damaged."""
+    for version, held in sorted(by_version(holdings, refused).items(), key=lambda each: each[0], reverse=True):
+        if than is not None and version <= than:
+            break
+        if _is_whole(held) and not _is_whole(genuine(held)):
+            return version
+    return None
+
+
+def by_version(holdings: Mapping[str, Sequence[SlotInfo]], refused: Collection[Version] = ()) -> dict[Version, list[tuple[str, SlotInfo]]]:
     """Version -> all copies of it, by host."""
     copies: dict[Version, list[tuple[str, SlotInfo]]] = {}
     for host, slots in holdings.items():

@@ -18,7 +18,7 @@ from gemini_ft.errors import CorruptDataError, ObjectGoneError, PeerError, Stora
 from gemini_ft.events import EventLog
 from gemini_ft.hosts import is_earlier_boot, uptime
 from gemini_ft.launch import notes
-from gemini_ft.recovery.plan import RecoveryPlan, genuine, plan_recovery, require
+from gemini_ft.recovery.plan import RecoveryPlan, genuine, in_doubt, plan_recovery, require
 from gemini_ft.storage.base import Storage
 from gemini_ft.storage.checkpoints import Manifest
 from gemini_ft.storage.decisions import (
@@ -257,10 +257,19 @@ class Chooser:
         )
 
     def _find(self, refused: frozenset[Version]) -> RecoveryPlan:
-        """Plans, checks the copies the plan needs against their checksums, and plans again without those that are damaged."""
+        """Plans, has copies checked against their checksums, and plans again without those that are damaged.
+
+        These are the copies of the planned version, and before it those of a newer one that is whole but for two copies that differ:
+        it may have been committed, or be just now.
+        """
+        checked = set[Version]()
         while True:
             in_memory = self._best_in_memory(refused)
             memory = in_memory.version if in_memory is not None else None
+            if (newer := in_doubt(self._holdings, refused | checked, memory)) is not None:
+                checked.add(newer)
+                self._drop_damaged(newer)
+                continue
             history = self._config.storage.history if self._config.storage is not None else None
             turned_down = memory is not None and history is not None and not is_of(memory, self._told_by_sessions(), history)
             stored = self._stored = self._look(refused, insist=memory is None or turned_down)
@@ -276,13 +285,9 @@ class Chooser:
                 version, size = (stored.manifest.version, stored.manifest.world_size) if stored.manifest is not None else (None, None)
                 plan = plan_recovery(self._holdings, len(self._everyone), version, size, sorted(refused), self._resizable)
             if plan.kind == "memory":
-                if not (damaged := self._damaged_in_memory(plan)):
-                    assert plan.version is not None
+                assert plan.version is not None
+                if not self._drop_damaged(plan.version):
                     return replace(plan, age=min(about.ages[plan.version] for about in self._everyone if plan.version in about.ages))
-                self._holdings = {
-                    host: [info for info in each if info.version != plan.version or info.owner not in damaged.get(host, ())]
-                    for host, each in self._holdings.items()
-                }
             elif plan.kind == "storage" and stored.manifest is not None:
                 if (staged := self._staged(plan, stored.manifest)) is not None:
                     return staged
@@ -484,21 +489,24 @@ class Chooser:
 
     # -- memory
 
-    def _damaged_in_memory(self, plan: RecoveryPlan) -> dict[str, set[int]]:
-        """Host -> owners whose copies of the planned version are damaged there."""
-        assert plan.version is not None
-        question = Verify(version=plan.version)
+    def _drop_damaged(self, version: Version) -> bool:
+        """Has every host check its copies of a version, and leaves out those that are damaged; returns whether there are any."""
+        question = Verify(version=version)
         sound = exchange_or_raise(lambda: self._client.call(question, Verified, timeout=_VERIFY_SECONDS)[0].sound, _VERIFY_SECONDS)
         by_host = dict(zip((about.welcome.info.host for about in self._everyone), sound, strict=True))
-        damaged: dict[str, set[int]] = {}
-        for owner, hosts in plan.sources.items():
-            for host in hosts:
-                if owner not in by_host[host]:
-                    damaged.setdefault(host, set()).add(owner)
+        damaged = {
+            host: sorted({info.owner for info in each if info.version == version}.difference(by_host[host]))
+            for host, each in self._holdings.items()
+        }
         for host, owners in damaged.items():
-            text = "host %s: the copies of ranks %s of %s do not match their checksums and are ignored"
-            self._warn(text, host, sorted(owners), plan.version)
-        return damaged
+            if owners:
+                text = "host %s: the copies of ranks %s of %s do not match their checksums and are ignored"
+                self._warn(text, host, owners, version)
+        self._holdings = {
+            host: [info for info in each if info.version != version or info.owner not in damaged[host]]
+            for host, each in self._holdings.items()
+        }
+        return any(damaged.values())
 
     def _warn(self, text: str, *values: object) -> None:
         if self._rank == 0:

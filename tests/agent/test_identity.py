@@ -481,6 +481,19 @@ def test_what_a_worker_of_the_past_hands_back_is_never_granted(job: Job, first: 
     assert bytes_of(LocalShard(rank.client, 0, job.version(6))) == content(0, 6, 4 * CHUNK)
 
 
+def test_what_was_committed_before_the_state_grew_outlives_the_agent(job: Job) -> None:
+    """Its slots have another shape than those that the worker has by then, and nobody else may have a copy."""
+    (rank,) = job.start("a")
+    job.commit([rank], 1, 2)
+    before = rank.fds
+    rank.reserve(8 * CHUNK)
+    for fd in before:
+        os.close(fd)
+    end_agent(job.run, "a")
+    rank.reconnect(job.version(2))
+    assert bytes_of(LocalShard(rank.client, 0, job.version(2))) == content(0, 2, 4 * CHUNK)
+
+
 def test_numbers_of_slots_that_a_dead_agent_gave_mean_nothing_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next agent numbers what it takes back anew, and its answer with the numbers comes too late."""
     monkeypatch.setenv("GEMINI_LOG_DIR", str(tmp_path))

@@ -257,22 +257,6 @@ def test_of_several_sides_the_largest_may_be_less_than_half_of_the_ranks() -> No
     assert "the largest group of ranks holds something else than rank 3 (host d), rank 4 (host e), " in fatal.text
 
 
-def test_nothing_is_committed_while_ranks_choose_what_they_resume() -> None:
-    """They were told of copies as they were, two of which may differ: what was not committed then may be passed over."""
-    choosing = True
-    book = Ledger(HOLDERS, None, TIMEOUT, is_sealed=lambda: choosing)
-    with_root(book, 1, "right", (0, "a"), (1, "b"), (1, "a"))
-    with_root(book, 1, "damaged", (0, "b"))
-    assert book.tick(2 * TIMEOUT) == []
-    assert not book.excluded
-    assert with_root(book, 1, "right", (0, "b")) == []
-    assert with_root(book, 2, "right", *PAIRS) == []
-    assert with_root(book, 3, "right", *PAIRS[1:]) == []
-    choosing = False  # they have died, and the present incarnation goes on
-    assert book.tick(2 * TIMEOUT) == [Commit(version=version(2), freeze=False, roots={0: "right", 1: "right"})]
-    assert with_root(book, 3, "right", PAIRS[0]) == [Commit(version=version(3), freeze=False, roots={0: "right", 1: "right"})]
-
-
 # -- the set of holders
 
 

@@ -42,21 +42,19 @@ class History:
         rng.shuffle(homes)
         rings = {host: tuple((hosts * 2)[at : at + replicas]) for at, host in enumerate(hosts)}
         self.holders = {owner: rings[home] for owner, home in enumerate(homes)}
-        self.hosts, self.now, self.newest, self.sick, self.sealed = hosts, 0.0, 1, rng.random() < 0.3, False
+        self.hosts, self.now, self.newest, self.sick = hosts, 0.0, 1, rng.random() < 0.3
         self.is_calm = rng.random() < 0.5  # nothing happens but that some holders are late, or have damaged copies, for many steps
         self.troubled: dict[tuple[int, str], str] = {}  # these, and the roots of their copies; empty: none comes
         start = rng.choice([None, Version(Incarnation(1, "n"), 1)])
         every, seconds = rng.choice([None, 1, 2]), rng.choice([None, 3.0])
         self.both: list[EITHER] = [
-            kind(self.holders, start, TIMEOUT, Cadence(every_steps=every, every_seconds=seconds), lambda: self.sealed)
-            for kind in (Ledger, ReferenceLedger)
+            kind(self.holders, start, TIMEOUT, Cadence(every_steps=every, every_seconds=seconds)) for kind in (Ledger, ReferenceLedger)
         ]
 
     def step(self) -> list[list[Decision]]:
         """One event; the decisions of both."""
         rng = self.rng
         self.now += rng.choice([0.0, 0.1, 1.0, 4.0])
-        self.sealed = rng.random() < (0.5 if self.sealed else 0.02)
         bundles = 8 if self._bundled else 0
         weights = [10, 1, 0.5, 5, 0.5, 1, 0, bundles, bundles / 8] if self.is_calm else [4, 10, 1, 3, 1, 2, bundles, bundles, bundles / 4]
         kinds = ["round", "report", "skip", "tick", "rejoin", "upload", "bundle", "gather", "skip_together", "finish"]

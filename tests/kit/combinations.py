@@ -11,7 +11,7 @@ from typing import Any
 
 from agent_kit import preload
 from rank_kit import Failed, World
-from three_ways import WAYS, Cell, differing, recorded
+from three_ways import Cell, differing, recorded
 
 preload("combinations_case")
 
@@ -53,6 +53,7 @@ MOMENTS = ["training_step", "on_train_batch_end", "validation_step", "on_train_e
 MOMENTS += ["on_after_backward", "on_before_optimizer_step", "on_before_zero_grad", "on_validation_start", "on_validation_epoch_end"]
 MOMENTS += ["on_train_epoch_start", "on_train_batch_start"]
 
+_PATIENCE = 180.0  # seconds for which ranks may do nothing, also where others have the machine
 REFUSALS = ("UnsupportedStateError", "StateError", "ConcurrentWriteError", "ConfigError")  # what a script may be refused with
 
 # What seeds have found, shrunk: trait -> value, beside the plainest ones.
@@ -82,17 +83,27 @@ def draw(seed: int) -> dict[str, Any]:
     }
     traits["callbacks"] = rng.sample(CALLBACKS, rng.choice([0, 1, 2, 3]))
     traits["habits"] = rng.sample(HABITS, rng.choice([0, 1, 2, 3, 4]))
-    traits["kills"] = []
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        moment = rng.choice(MOMENTS)  # the kill is at its nth time in a process
-        traits["kills"].append(
-            [
-                rng.randrange(traits["ranks"]),
-                moment,
-                rng.randint(2, 3) if "epoch" in moment or moment == "on_validation_start" else rng.randint(5, 14),
-            ]
-        )
+    traits["kills"] = [_kill(rng, rng.choice(MOMENTS), traits["ranks"]) for _ in range(rng.choice([1, 1, 2, 3]))]
     return legal(traits)
+
+
+def _kill(rng: random.Random, moment: str, ranks: int) -> list[Any]:
+    """A kill of one of the ranks at the nth time at which its process comes to a moment."""
+    is_rare = "epoch" in moment or moment == "on_validation_start"
+    return [rng.randrange(ranks), moment, rng.randint(2, 3) if is_rare else rng.randint(5, 14)]
+
+
+def with_other_kills(traits: dict[str, Any], number: int, seed: int) -> list[dict[str, Any]]:
+    """The combination, and others that differ from it in their kills alone: one each, at different moments."""
+    rng = random.Random(f"kills of {seed}")
+    moments = rng.sample(_reached(traits), min(number, len(_reached(traits))))
+    return [traits, *(traits | {"kills": [_kill(rng, moment, traits["ranks"])]} for moment in moments)]
+
+
+def _reached(traits: dict[str, Any]) -> list[str]:
+    """The moments that a process of this combination may come to."""
+    of_loop = MOMENTS if traits["loop"] in ("trainer", "by hand") else MOMENTS[:4]
+    return [moment for moment in of_loop if traits["validation"] != "none" or "validation" not in moment]
 
 
 def legal(traits: dict[str, Any]) -> dict[str, Any]:
@@ -152,9 +163,7 @@ def legal(traits: dict[str, Any]) -> dict[str, Any]:
     if traits["model"] == "counting":  # a buffer that grows: torch's average cannot follow it
         leave("average")
         traits["callbacks"] = [each for each in traits["callbacks"] if each not in ("swa", "ema")]
-    reached = MOMENTS if is_trainer else MOMENTS[:4]
-    if traits["validation"] == "none":
-        reached = [moment for moment in reached if "validation" not in moment]
+    reached = _reached(traits)
     traits["kills"] = [[rank, moment if moment in reached else "training_step", number] for rank, moment, number in traits["kills"]]
     if traits["interval_of_validation"] == 2:
         leave("validated_epochs")
@@ -167,24 +176,41 @@ def run(traits: dict[str, Any], folder: Path) -> tuple[str, list[str]]:
     Returns:
         "same", "different", "refused", "failed" (one way only), or "impossible" where plain DDP fails; and what differs or was said.
     """
-    kills = [":".join(map(str, kill)) for kill in traits["kills"]]
-    folders = {way: folder / way for way in WAYS}
+    return run_several([traits], folder)[0]
+
+
+def run_several(combinations: list[dict[str, Any]], folder: Path) -> list[tuple[str, list[str]]]:
+    """Runs combinations that differ in their kills alone, and so share the two ways without; returns for each what `run` does.
+
+    The kills of the nth one are below ``folder / f"killed{n}"``, those of the first below ``folder / "killed"``.
+    """
+    traits, ways = combinations[0], {"ddp": "ddp", "undisturbed": "undisturbed"}  # name -> way
+    killed_ways = [f"killed{number or ''}" for number in range(len(combinations))]
+    ways |= dict.fromkeys(killed_ways, "killed")
+    kills = {name: [":".join(map(str, kill)) for kill in each["kills"]] for name, each in zip(killed_ways, combinations, strict=True)}
+    folders = {name: folder / name for name in ways}
     said: dict[str, Any] = {}
     with contextlib.ExitStack() as worlds:
         attempts = {}
-        for way in WAYS:
+        for way in ways:
             folders[way].mkdir(parents=True)
             environ: dict[str, Any] = {"GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "50", "TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0"}
             environ |= {"LOCAL_WORLD_SIZE": str(traits["ranks"])}
-            world = worlds.enter_context(World(folders[way], hosts=["host"] * traits["ranks"], **environ))
+            world = worlds.enter_context(World(folders[way], hosts=["host"] * traits["ranks"], has_agents=ways[way] != "ddp", **environ))
             ranks = [{"LOCAL_RANK": str(rank)} for rank in range(traits["ranks"])]
-            attempts[way] = _attempts(world, (folders[way] / "cell", way, traits, kills), ranks)
+            attempts[way] = _attempts(world, (folders[way] / "cell", ways[way], traits, kills.get(way, [])), ranks)
         running = dict(attempts)
         while running:
             for way, steps in [*running.items()]:
                 if (found := next(steps)) is not None:
                     said[way] = found
                     del running[way]
+    fixed = {way: said[way] for way in ("ddp", "undisturbed")}
+    return [_compared(traits, fixed | {"killed": said[way]}, folders | {"killed": folders[way]}) for way in killed_ways]
+
+
+def _compared(traits: dict[str, Any], said: dict[str, Any], folders: dict[str, Path]) -> tuple[str, list[str]]:
+    """The verdict on three ways, by what their ranks have said and recorded."""
     verdict, told = judged(said)
     if verdict == "failed" and all("ReplicaDivergedError" in text for text in told) and drifts(folders["ddp"] / "cell", told[0]):
         verdict = "refused"
@@ -229,7 +255,7 @@ def _attempts(world: World, arguments: Any, ranks: Any) -> Iterator[Any]:
         kills = len(list(arguments[0].glob("killed-*")))
         attempt = world.start(_train, *arguments, per_rank=ranks, TORCHELASTIC_RESTART_COUNT=str(number))
         yield None
-        while not attempt.wait():
+        while not attempt.wait(_PATIENCE):
             if any(isinstance(each, Exception) for each in attempt.said.values()):
                 break
         if len(list(arguments[0].glob("killed-*"))) == kills:
@@ -244,9 +270,9 @@ def _train(*arguments: Any) -> str:
     return train(*arguments)
 
 
-def killed(folder: Path) -> int:
-    """How many kills have happened."""
-    return len(list(folder.glob("killed/cell/killed-*")))
+def killed(folder: Path, number: int = 0) -> int:
+    """How many kills of the nth combination have happened."""
+    return len(list(folder.glob(f"killed{number or ''}/cell/killed-*")))
 
 
 def shrunk(traits: dict[str, Any], folder: Path, verdict: str) -> dict[str, Any]:

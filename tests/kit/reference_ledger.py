@@ -6,7 +6,7 @@ real one, so that both can be compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gemini_ft.core.decisions import Abort, Cadence, Commit, Decision, Fatal, Holders, Thaw, WriteManifest
@@ -32,7 +32,6 @@ class ReferenceLedger:
         committed: Version | None,
         replica_timeout: float,
         cadence: Cadence | None = None,
-        is_sealed: Callable[[], bool] = lambda: False,
     ) -> None:
         self.holders = dict(holders)
         self.committed = committed
@@ -45,7 +44,6 @@ class ReferenceLedger:
         self._held_back: Version | None = None  # was due meanwhile
         self._timeout = replica_timeout
         self._cadence = cadence
-        self._is_sealed, self._waits = is_sealed, False  # until the next `tick`
         self._rounds: dict[Version, _Round] = {}
         self.aborted: dict[Version, str] = {}  # above the committed one -> reason
         self._passed: dict[int, Version] = {}  # owner -> newest version it has spoken of
@@ -87,12 +85,6 @@ class ReferenceLedger:
             absent: hosts of which nothing is heard. An owner's own copy there may be lost: then its replicas are still waited for, and
                 what was committed before stays where it is.
         """
-        had_waited, self._waits = self._waits, self._is_sealed()
-        if self._waits:
-            return []
-        for version in sorted(self._rounds, reverse=True) if had_waited else ():
-            if decisions := self._try_commit(version, now):
-                return decisions
         for version, current in sorted(self._rounds.items()):
             if current.own_copies_since is None or now - current.own_copies_since < self._timeout:
                 continue
@@ -200,9 +192,6 @@ class ReferenceLedger:
             or current.own_copies_since is None
             or not self._expected() <= _agreeing(self.holders, current.acks)
         ):
-            return []
-        self._waits = self._waits or self._is_sealed()
-        if self._waits:
             return []
         self._close(version)
         self.roots = {owner: root for owner, hosts in self.holders.items() if (root := current.acks[owner, hosts[0]].root)}

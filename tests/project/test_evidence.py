@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import runpy
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,21 @@ def test_a_bundle_says_what_was_run_and_is_found_as_it_was_written(bundle: Path)
     assert index["machine"]["cores"]
     assert index["files"].keys() == {"simulate.out", "simulate.log"}
     assert check(bundle, SCRIPT["sha256"](bundle / "bundle.json")) == []
+
+
+def test_a_bundle_is_verified_in_another_clone_by_python_alone(bundle: Path, tmp_path: Path) -> None:
+    def verified(clone: Path) -> str:
+        command = [sys.executable, "-I", "-S", "-B", str(clone / "scripts" / "gemini-evidence"), "verify", str(bundle)]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return run.stdout + run.stderr
+
+    clone, empty = tmp_path / "clone", tmp_path / "empty"
+    subprocess.run(["git", "clone", "--quiet", "--shared", str(ROOT), str(clone)], check=True)
+    assert verified(clone).endswith(": every file is as it was written, and every campaign has passed\n")
+    for folder in ("scripts", "benchmarks"):
+        shutil.copytree(clone / folder, empty / folder)
+    subprocess.run(["git", "init", "--quiet", str(empty)], check=True)
+    assert " is not in this clone" in verified(empty)
 
 
 def test_a_bundle_in_which_anything_was_changed_is_refused(bundle: Path) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gemini_ft.config import GeminiConfig
 from gemini_ft.core.versions import Incarnation, Version
 from gemini_ft.errors import RecoveryError, WorldSizeError
 from gemini_ft.faults.inject import Orders
 from gemini_ft.recovery.plan import RecoveryPlan, describe, plan_recovery, require
-from gemini_ft.wire.worker_messages import Inventory, SlotInfo, Welcome
+from gemini_ft.wire.worker_messages import HostInfo, Inventory, SlotInfo, Verified, Verify, Welcome
+from gemini_ft.worker import resume_choice
 from gemini_ft.worker.introductions import Introduction, introduced
+from gemini_ft.worker.resume_choice import Chooser
 
 WORLD = 3
 VERSIONS = [Version(Incarnation(number, nonce), iteration) for number, nonce in ((1, "a"), (2, "b"), (2, "c")) for iteration in (4, 5)]
@@ -209,3 +213,41 @@ class TestRoots:
         older = [slot(owner, V1) for owner in range(WORLD)]
         assert plan_recovery(hold(a=sound, b=[*sound, *older]), WORLD).version == V2
         assert plan_recovery(hold(a=[*sound[:-1], slot(WORLD - 1, V2, root="another")], b=[*sound, *older]), WORLD).version == V1
+
+
+def _introduced(host: str, held: list[SlotInfo]) -> Introduction:
+    info = HostInfo.model_construct(host=host, known=None)
+    lines: dict[str, Any] = {"lineage": [], "overtaken": [], "aside": []}
+    welcome = Welcome.model_construct(info=info, resumed=None, attempts=0, incarnation=None, **lines)
+    ages = {info.version: info.age for info in held}
+    facts: dict[str, Any] = {"configured_secret": "", "config": "{}", "orders": Orders("")}
+    return Introduction(run="r", welcome=welcome, inventory=Inventory(slots=held), ages=ages, **facts)
+
+
+@pytest.mark.parametrize(
+    ("sound", "resumed", "asked"),
+    [
+        ({V1: [{0, 1}, {0, 1}], V2: [{0, 1}, {0}]}, V2, [V2, V2]),
+        ({V1: [{0, 1}, {0, 1}], V2: [{0, 1}, {0, 1}]}, V1, [V2, V1]),
+        ({V1: [{0, 1}, {0, 1}], V2: [{0}, {0}]}, V1, [V2, V1]),
+    ],
+    ids=["one is damaged", "neither is", "both are"],
+)
+def test_a_newer_version_of_which_two_copies_differ_is_checked_before_it_is_passed_over(
+    sound: dict[Version, list[set[int]]], resumed: Version, asked: list[Version], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have been committed by a leader that none of these hosts hears."""
+    held = [slot(owner, version, 2, committed=version == V1) for version in (V1, V2) for owner in range(2)]
+    hosts, questions = {"a": held, "b": [*held[:-1], slot(1, V2, 2, root="another")]}, list[Version]()
+
+    def ask(question: Verify, *_: Any, **__: Any) -> Any:
+        questions.append(question.version)
+        places = sound[question.version]
+        return [Verified(version=question.version, sound=sorted(places[(len(questions) - 1) % 2]))]
+
+    monkeypatch.setattr(resume_choice, "exchange_or_raise", lambda say, _: [say() for _ in hosts])
+    everyone = [_introduced(host, slots) for host, slots in hosts.items()]
+    client: Any = SimpleNamespace(call=ask)
+    plan = Chooser(GeminiConfig(), client, everyone, "main", None, rank=0, resizable=False).choose().plan
+    assert (plan.version, questions[::2]) == (resumed, asked)
+    assert plan.sources == {0: ("a", "b"), 1: ("a",) if resumed == V2 else ("a", "b")}

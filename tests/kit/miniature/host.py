@@ -138,7 +138,7 @@ class Node:
         self.succession.reach()
         start = self.session.resumed.iteration if self.session.resumed else 0
         cadence = Cadence(every_steps=self.job.every, every_seconds=None, last_iteration=start) if self.job.every else None
-        self.ledger, self.ways = Ledger(self.host.holders, self.host.committed, PATIENCE, cadence, lambda: self.host.sealed), Ways()
+        self.ledger, self.ways = Ledger(self.host.holders, self.host.committed, PATIENCE, cadence), Ways()
         if not begins:
             self.hear("rejoin", self.host.committed, self.uploading, self.host.heard_roots, "")
             for frame in [*(("report", report) for report in self.host.reports()), *self.said_of_uploads]:

@@ -58,7 +58,8 @@ class Audit:
     def _agent(self) -> Agent | None:
         process = PROCESS.get()
         assert process is not None
-        return next((host.agent for host in self._world.hosts if host.agent is not None and host.agent.process is process), None)
+        host = self._world.by_name.get(process.host)
+        return host.agent if host is not None and host.agent is not None and host.agent.process is process else None
 
     def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def call(slots: SlotSet, *args: Any) -> Any:

@@ -73,6 +73,7 @@ class World:
         self.boot_seconds = 60.0  # of a host that has lost its power, in the mean
         self.misspeaking = self.forging = 0  # checksums that ranks say, and roots that agents form, in which a bit flips
         self.hosts = [Host(f"h{number}") for number in range(self.width + 1)]
+        self.by_name = {host.name: host for host in self.hosts}
         self.fault_seconds = rng.choice([4.0, 8.0, 20.0])
         self.grace = rng.choice([4.0, 4.0, 20.0])  # seconds for which a worker may outlive its attempt
         self.theme = THEMES[seed % len(THEMES)]
