@@ -8,6 +8,9 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 
+_PLAIN = {int, str}
+
+
 class DrawnOrder:
     """Digests of the indices of one iteration, each with all that were drawn before it."""
 
@@ -34,9 +37,11 @@ class DrawnOrder:
 
 def _text_of(index: Any) -> str | None:
     """A text that is the same in each process; None for an index of an unknown kind."""
-    if type(index) in (int, str) or isinstance(index, np.integer):
+    if type(index) in _PLAIN or isinstance(index, np.integer):
         return repr(index)
     if type(index) not in (list, tuple):
         return None
+    if _PLAIN.issuperset(map(type, index)):
+        return repr(index)
     texts = [_text_of(part) for part in index]
     return None if None in texts else f"({','.join(filter(None, texts))})"
