@@ -281,6 +281,11 @@ class SlotStore:
         self._budget.give_back(sum(memory.shape.total for memory in made))
         _drop_all(made)
 
+    def is_outgrown(self, memory: SlotMemory) -> bool:
+        """Whether its shard has slots of another shape by now."""
+        wanted = self._wanted.get(memory.shape.owner)
+        return wanted is not None and wanted[0] != memory.shape
+
     @property
     def owners(self) -> Collection[int]:
         """The owners for which there are slots, or should be."""

@@ -65,10 +65,10 @@ class Inbound:
         self._offered.clear()
 
     def entrust_all(self) -> None:
-        """Lets workers keep the memory that none of them has: replicas, and own shards from before their slots were made anew."""
-        host = self._context.host
-        for (held, index), memory in self._context.slot_store.memory.items():
-            if not host.owns(held) or host.slots(held).slots[index].retired:
+        """Lets workers keep the memory that none of them has: replicas, and own shards of a shape that is over."""
+        store = self._context.slot_store
+        for (held, _), memory in store.memory.items():
+            if not self._context.host.owns(held) or store.is_outgrown(memory):
                 self._context.custodians.entrust(memory)
 
     def worker_lost(self, rank: int) -> None:

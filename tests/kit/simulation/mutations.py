@@ -60,13 +60,14 @@ MUTATIONS = (
         "self.sealed or self.find(version) is not None or self.undecided()",
         "self.find(version) is not None",
         "a slot is overwritten before its version is decided, also while ranks choose",
+        2,
     ),
-    Mutation(_SLOTS + "_is_free", "slot.version != keep", "True", "the committed version is overwritten", 4),
-    Mutation(_SLOTS + "_is_free", "slot.frozen or slot.readers", "False", "a slot is overwritten while it is read or uploaded", 3),
+    Mutation(_SLOTS + "_is_free", "slot.version != keep", "True", "the committed version is overwritten", 7),
+    Mutation(_SLOTS + "_is_free", "slot.frozen or slot.readers", "False", "a slot is overwritten while it is read or uploaded", 7),
     Mutation(
-        _SLOTS + "abort", "not self.sealed or self.complete_version(version) is None", "True", "a copy goes that an inventory promised", 31
+        _SLOTS + "abort", "not self.sealed or self.complete_version(version) is None", "True", "a copy goes that an inventory promised", 12
     ),
-    Mutation(_SLOTS + "complete", "or self.sealed", "", "copies become complete while ranks choose", 11),
+    Mutation(_SLOTS + "complete", "or self.sealed", "", "copies become complete while ranks choose", 1),
     Mutation(
         _SLOTS + "rewind",
         "slot.past = slot.version != resumed and (slot.past or left)",
@@ -75,7 +76,7 @@ MUTATIONS = (
         2,
     ),
     Mutation(
-        _SLOTS + "rewind", "slot.past = slot.version != resumed and (slot.past or left)", "pass", "copies of a history that is over stay", 4
+        _SLOTS + "rewind", "slot.past = slot.version != resumed and (slot.past or left)", "pass", "copies of a history that is over stay", 1
     ),
     Mutation(_SLOTS + "discard", "slot.state = SlotState.TORN", "slot.clear()", "a slot is granted while its writer still writes"),
     Mutation(
@@ -112,6 +113,7 @@ MUTATIONS = (
         "memory = self._inbound.begin_receive(begin.owner, begin.iteration, begin.committed)",
         "memory = self._inbound.begin_receive(begin.owner, begin.iteration, None)",
         "replicas do not hear what is committed",
+        2,
     ),
     Mutation(
         "agent.memory.slot_store:SlotStore._check", "if not damaged and memory.is_genuine:", "if True:", "damaged copies are resumed", 15
@@ -121,20 +123,20 @@ MUTATIONS = (
         "memory.clear()",
         "pass",
         "slots that are overwritten keep the name of what they had",
-        11,
+        1,
     ),
     Mutation("agent.stream:Stream.seal", "self.context.host.seal()", "pass", "hosts go on while ranks choose", 2),
     Mutation("agent.stream:Stream.open", "self.close_session()", "None", "connections of the incarnation before stay", 3),
     Mutation(
-        "agent.session:Incoming.accept", "claims.incarnation != spec.incarnation", "False", "hosts of another incarnation are taken in", 3
+        "agent.session:Incoming.accept", "claims.incarnation != spec.incarnation", "False", "hosts of another incarnation are taken in", 1
     ),
-    Mutation("agent.session:AgentSession.undecided", "*host.reports(), ", "", "what is undecided is not repeated to the next leader"),
+    Mutation("agent.session:AgentSession.undecided", "*host.reports(), ", "", "what is undecided is not repeated to the next leader", 4),
     Mutation(
         "recovery.plan:_is_whole",
         "set(range(held[0][1].world_size))",
         "{info.owner for _, info in held}",
         "a version that is not whole is resumed",
-        4,
+        3,
     ),
     Mutation("recovery.plan:plan_recovery", "sorted(held, reverse=True)", "sorted(held)", "the oldest version is resumed", 2),
     Mutation(
@@ -145,9 +147,9 @@ MUTATIONS = (
         "late = frozenset((owner, host) for owner, host in missing if self.holders[owner][0] not in silent)",
         "late = frozenset(missing)",
         "copies of silent hosts are left out",
-        12,
+        7,
     ),
-    Mutation(_LEDGER + "rejoin", "self._close(newest)", "pass", "a leader does not learn what was committed before it", 34),
+    Mutation(_LEDGER + "rejoin", "self._close(newest)", "pass", "a leader does not learn what was committed before it", 2),
     Mutation(
         "agent.uploads:Uploader.over",
         "self._clear_away(written - orphans)",
@@ -185,14 +187,14 @@ MUTATIONS = (
         "if self.leader is not None:",
         "if False:",
         "a leader goes on that has heard of the next one",
-        3,
+        2,
     ),
     Mutation(
         "agent.commit.collector:Collector._tick",
         "silent = sorted({*self._gone, *(host for host in self._gathering.greeted if now - self._ports[host].heard > SILENCE)})",
         "silent = []",
         "a collector does not say which hosts it has lost",
-        32,
+        52,
     ),
     Mutation(_SLOTS + "commit", "version > self.committed", "version != self.committed", "what is committed moves back"),
     Mutation(
@@ -200,6 +202,7 @@ MUTATIONS = (
         "elif self._inbound.end_receive(end):",
         "elif self._inbound.end_receive(end) or True:",
         "a replica is acknowledged that is not whole",
+        7,
     ),
     Mutation(
         "agent.stream:Stream.open",
@@ -208,7 +211,7 @@ MUTATIONS = (
         "an incarnation begins after a newer one",
         16,
     ),
-    Mutation("agent.uploads:Uploader.write_manifest", "if not self._is_written(manifest):", "if False:", "a manifest is not read back", 3),
+    Mutation("agent.uploads:Uploader.write_manifest", "if not self._is_written(manifest):", "if False:", "a manifest is not read back", 10),
     Mutation("agent.uploads:Uploader._write", "StoredShard(self._storage, record).sample()", "pass", "a shard is not read back", 3),
     Mutation(
         "agent.uploads:Uploader._check_leads",
@@ -217,13 +220,13 @@ MUTATIONS = (
         "a manifest is written by a host that does not lead any more",
         7,
     ),
-    Mutation("core.protocol:Host.hold", "slot.readers.add(reader)", "pass", "what is read may be overwritten", 6),
+    Mutation("core.protocol:Host.hold", "slot.readers.add(reader)", "pass", "what is read may be overwritten", 16),
     Mutation(
         "storage.decisions:superseded_by",
         "enough = len(kept) >= keep_last",
         "enough = True",
         "fewer checkpoints are kept than should be",
-        2,
+        1,
     ),
     Mutation(
         "storage.retention:Retention._delete",
@@ -238,9 +241,9 @@ MUTATIONS = (
         "in_doubt(self._holdings, refused | checked, memory)",
         "None",
         "a newer version is passed over of which two copies differ",
-        6014,
+        14,
     ),
-    Mutation("recovery.readers:_compare", "if found != digest:", "if False:", "what a host reads from another one is not compared", 2),
+    Mutation("recovery.readers:_compare", "if found != digest:", "if False:", "what a host reads from another one is not compared", 5),
     Mutation(
         "recovery.plan:plan_recovery",
         "if stored is not None and version < stored:",
@@ -253,6 +256,6 @@ MUTATIONS = (
         "sorted(line, key=place, reverse=True)",
         "sorted(line, key=place)",
         "the oldest checkpoint is resumed",
-        2,
+        8,
     ),
 )
