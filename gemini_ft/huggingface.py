@@ -326,8 +326,7 @@ def protect(trainer: Any) -> None:
     Searches for hyperparameters, and engines of DeepSpeed without a "gemini" section, are left alone. So are versions of transformers and
     arguments that the callback refuses, with a warning.
 
-    Raises:
-        ConfigError: an option of the environment is wrong.
+    Raises ConfigError: an option of the environment is wrong.
     """
     if _of(trainer) is not None or trainer.hp_search_backend is not None:
         return
@@ -488,8 +487,7 @@ def _of(trainer: Any) -> GeminiCallback | None:
 def _extend_trainer() -> None:
     """Lets Trainers that have a `GeminiCallback` ask it; callbacks alone cannot move the position in the data.
 
-    Raises:
-        ConfigError: the Trainer of this version has other methods.
+    Raises ConfigError: the Trainer of this version has other methods.
     """
     check_trainer()
     if hasattr(Trainer._run_epoch, "_gemini_original"):

@@ -28,9 +28,6 @@ class Weights:
     """Notices weights that the script writes after ``engine.step()``: a resumed engine makes them of the masters.
 
     It looks where torch has counted a write since the step, and after the steps 1, 2, 4, 8, ...: writes to ``.data`` are not counted.
-
-    Args:
-        engine: the engine.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -48,11 +45,7 @@ class Weights:
         self._is_open = False
 
     def check(self) -> None:
-        """Looks whether the weights are still those of the masters.
-
-        Raises:
-            StateError: they are not, and were not after the step before.
-        """
+        """Looks whether the weights are still those of the masters. Raises StateError: they are not, and were not after the step before."""
         is_open, self._is_open = self._is_open, False
         if not is_open or (self._steps & (self._steps - 1) and not self._has_differed and self._count == self._counted()):
             return
@@ -99,8 +92,7 @@ class Border:
     def passed(self) -> None:
         """Records that the next forward pass begins, or the training is over.
 
-        Raises:
-            StateError: where the iteration ends cannot be told.
+        Raises StateError: where the iteration ends cannot be told.
         """
         if self._moment is not None:
             moment, self._moment = self._moment, None

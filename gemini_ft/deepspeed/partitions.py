@@ -48,8 +48,7 @@ def is_partitioned(optimizer: Any) -> bool:
 def masters(engine: Any) -> list[tuple[str, torch.Tensor]]:
     """Name and tensor of everything that the optimizer updates on this rank.
 
-    Raises:
-        UnsupportedStateError: the engine has an optimizer whose state is not known here; named.
+    Raises UnsupportedStateError: the engine has an optimizer whose state is not known here; named.
     """
     optimizer = engine.optimizer
     match optimizer:

@@ -303,8 +303,7 @@ class Protection:
 def bound_collectives(engine: Any, hang_timeout: float | None) -> None:
     """Gives DeepSpeed's groups a timeout, which they lack: a peer that hangs would stop the others for half an hour.
 
-    Args:
-        hang_timeout: seconds, as in `GeminiConfig`; None: ten minutes; 0: as DeepSpeed has it.
+    ``hang_timeout``: seconds, as in `GeminiConfig`; None: ten minutes; 0: as DeepSpeed has it.
     """
     if hang_timeout == 0:
         return

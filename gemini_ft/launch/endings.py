@@ -422,8 +422,7 @@ def own_log_dir(options: argparse.Namespace) -> Iterator[None]:
 
     The folder is removed when the job ends well; those of failed jobs, and of launchers that were killed, when there are many.
 
-    Raises:
-        ConfigError: it cannot be made.
+    Raises ConfigError: it cannot be made.
     """
     if options.log_dir or (options.redirects, options.tee) != ("0", "0"):
         yield

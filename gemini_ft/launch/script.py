@@ -50,9 +50,7 @@ def starter(module: str) -> tuple[str, str]:
 def cold_command(line: Sequence[str], copy: Path | None = None) -> tuple[str, ...]:
     """The command line that runs the program of ``line`` through this module: ``python -u``, then [-m] script or module, and its arguments.
 
-    Args:
-        line: as torch's launcher would run it.
-        copy: file with the text of a script that came through a pipe.
+    ``line``: as torch's launcher would run it. ``copy``: file with the text of a script that came through a pipe.
     """
     return (*line[:2], *starter(__name__), str(os.getpid()), *([f"{_COPY}{copy}"] if copy else []), *line[2:])
 

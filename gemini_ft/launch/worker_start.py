@@ -61,8 +61,7 @@ class ForkServer:
     ) -> None:
         """Starts the server, which imports in the background until :meth:`wait_ready`.
 
-        Args:
-            early: variables that are set during these imports, as the script sets them before its own; None removes one.
+        ``early``: variables that are set during these imports, as the script sets them before its own; None removes one.
         """
         self.workers, self._copy = workers, copy
         environ = {name: value for name, value in {**os.environ, **(early or {})}.items() if value is not None}

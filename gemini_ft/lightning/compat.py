@@ -22,8 +22,7 @@ def check_lightning(package: str) -> None:
 
     ``package``: "lightning.pytorch", "pytorch_lightning", "lightning.fabric" or "lightning_fabric".
 
-    Raises:
-        ConfigError: another version, or one without the private parts that are needed.
+    Raises ConfigError: another version, or one without the private parts that are needed.
     """
     version = str(importlib.import_module(package).__version__)
     if not version.startswith(_SUPPORTED):

@@ -92,8 +92,7 @@ def by_class(name: str, package: str) -> Any:
 class GeminiFabricMixin(Gemini, _Strategy):
     """A mixin over a strategy of Fabric.
 
-    Attributes:
-        accumulation: micro-batches of each rank in a step (`Checkpointer.accumulation`), set before `protect` and asked for after it.
+    ``accumulation``: micro-batches of each rank in a step (`Checkpointer.accumulation`), set before `protect` and asked for after it.
     """
 
     accumulation: int = 1

@@ -63,8 +63,7 @@ class Turns:
     def deal(self, loader: Any) -> Any:
         """The loader of a worker: a batch of each of its logical ranks in turn, out of what Lightning would have dealt out to workers.
 
-        Raises:
-            ConfigError: it is not a plain DataLoader with a DistributedSampler.
+        Raises ConfigError: it is not a plain DataLoader with a DistributedSampler.
         """
         sampler = getattr(loader, "sampler", None)
         drawing = private_generators(dataset=getattr(loader, "dataset", None), collate_fn=getattr(loader, "collate_fn", None))
@@ -158,11 +157,7 @@ class Turns:
             self.ranks.set_generators(self._resting)
 
     def state_dict(self) -> dict[str, Any]:
-        """The logical ranks of this worker.
-
-        Raises:
-            UnsupportedStateError: they share what the training data have changed.
-        """
+        """The logical ranks of this worker. Raises UnsupportedStateError: they share what the training data have changed."""
         assert self.ranks is not None
         kept, lost = self._data.changes()
         if changed := sorted({f"{path}.{name}" for path, values in kept.items() for name in values} | set(lost)):

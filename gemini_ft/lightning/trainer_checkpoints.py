@@ -93,9 +93,7 @@ def pin_checkpoint_folders(trainer: Any, checkpoint: Mapping[str, Any], *, is_sa
 def drop_positions(checkpoint: Mapping[str, Any], loaders: Sequence[Any] = ()) -> None:
     """Removes positions of loaders that were made resumable from a checkpoint, and leaves those that loaders save themselves.
 
-    Args:
-        checkpoint: as Lightning made it, with a position for each of ``loaders``.
-        loaders: those of the training, if they are at hand.
+    ``checkpoint``: as Lightning made it, with a position for each of ``loaders``. ``loaders``: those of the training, if they are at hand.
     """
     state = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     marks = [mark for mark in map(bookmark_of, loaders) if mark is not None]

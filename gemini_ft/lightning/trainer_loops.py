@@ -225,8 +225,7 @@ def carry_over(trainer: Any, extras: Mapping[str, Any], resize: Resize | None) -
 def refuse_end(trainer: Any, resize: Resize) -> None:
     """Refuses a position at which another number of ranks has no batches left in the epoch: Lightning would leave out its validation.
 
-    Raises:
-        WorldSizeError: it is such a one.
+    Raises WorldSizeError: it is such a one.
     """
     used, batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
     if used >= batches:

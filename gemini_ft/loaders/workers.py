@@ -99,9 +99,8 @@ class WorkerStates:
     Persistent workers enter an epoch with the states they had at the end of the one before, after batches too that they had loaded in
     advance and that were thrown away when the next one began.
 
-    Attributes:
-        seeded_from: the state of the generator that their seed was drawn from, which is all there is of a worker that has made nothing
-            yet; None before they are started.
+    ``seeded_from``: the state of the generator that their seed was drawn from, which is all there is of a worker that has made nothing yet;
+    None before they are started.
     """
 
     def __init__(self, workers: int, persistent: bool) -> None:

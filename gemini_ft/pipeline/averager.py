@@ -94,8 +94,7 @@ class Averager:
     def ready(self, name: str, gradient: Tensor, take: Take) -> None:
         """Takes a gradient that is final; ``take`` is called with its average.
 
-        Raises:
-            StateError: it came before, and the step is not over yet.
+        Raises StateError: it came before, and the step is not over yet.
         """
         self._lanes.check()
         if name in self._arrived:
@@ -242,9 +241,7 @@ class Averager:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`. Collective.
 
-        Raises:
-            StateError: it is of other parameters or rules.
-            RecoveryError: it is of other steps or plans on other ranks.
+        Raises StateError: it is of other parameters or rules. Raises RecoveryError: it is of other steps or plans on other ranks.
         """
         common = [state[key] for key in ("step", "rounds", "order", "plan")]
         everybody = of_all_ranks((self._problem(state), common), self.group)
@@ -332,8 +329,7 @@ class Averager:
 def own_group(ranks: list[int], group: Any, backend: str | None = None) -> Any:
     """A process group of these ranks for an averager, beside the collectives of the training thread. Collective.
 
-    Args:
-        group: as long as this one waits, so does the new one; None: the default group.
+    ``group``: as long as this one waits, so does the new one; None: the default group.
     """
     whole: Any = group if group is not None else dist.group.WORLD
     # Where not all ranks take part torch names groups by how many there are: it must be as many on all that do, and it must not shrink.

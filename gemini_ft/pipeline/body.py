@@ -61,8 +61,7 @@ class RankComparison:
     def check(self) -> None:
         """Looks at the answer, if there is one that has not been looked at.
 
-        Raises:
-            AveragingError: ranks have drifted apart. On all ranks.
+        Raises AveragingError: ranks have drifted apart. On all ranks.
         """
         if (difference := self._difference()) is not None:
             raise AveragingError(
@@ -73,8 +72,7 @@ class RankComparison:
     def begin_anew(self) -> None:
         """Checks, after all ranks have loaded another state, whether they are together in it. Collective.
 
-        Raises:
-            RecoveryError: it was made by ranks that had drifted apart. On all ranks.
+        Raises RecoveryError: it was made by ranks that had drifted apart. On all ranks.
         """
         self.begin()
         if (difference := self._difference()) is not None:

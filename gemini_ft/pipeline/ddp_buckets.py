@@ -32,8 +32,7 @@ def communication_hook(state: "DdpBuckets", bucket: GradBucket) -> torch.futures
 class DdpBuckets:
     """Hands the gradients of buckets over, and the averages back.
 
-    Args:
-        otherwise: state and hook for buckets of which the synchronizer averages nothing.
+    ``otherwise``: state and hook for buckets of which the synchronizer averages nothing.
     """
 
     def __init__(self, synchronizer: "GradientSynchronizer", otherwise: tuple[Any, Any] | None) -> None:

@@ -34,8 +34,7 @@ class HostGroups:
 def hosts_of(rule: Rule, group: Any) -> list[int]:
     """The number of each rank's host, where the ranks of a host train together by this rule; []: each rank trains alone. Collective.
 
-    Raises:
-        ConfigError: hosts do not have as many ranks. On all ranks.
+    Raises ConfigError: hosts do not have as many ranks. On all ranks.
     """
     if rule.within is None:
         return []
@@ -52,9 +51,7 @@ def hosts_of(rule: Rule, group: Any) -> list[int]:
 def host_groups(ranks: Sequence[int], hosts: Sequence[int], group: Any) -> HostGroups:
     """Makes the groups of this rank. Collective: all ranks make as many, as torch names them by their number.
 
-    Args:
-        hosts: of each rank, the number of its host.
-        group: as long as this one waits, so do the new ones; None: the default group.
+    ``hosts``: of each rank, the number of its host. ``group``: as long as this one waits, so do the new ones; None: the default group.
     """
     members = [[rank for rank, its in zip(ranks, hosts, strict=True) if its == host] for host in range(max(hosts) + 1)]
     mine = members[hosts[ranks.index(dist.get_rank())]]

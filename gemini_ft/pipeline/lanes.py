@@ -136,8 +136,7 @@ class Lanes:
     def submit_directly(self, job: GroupInFlight) -> None:
         """Puts a group on its way without the threads. While one is under way none may be submitted to them, or its order is lost.
 
-        Args:
-            job: asks for one collective only, which can `PendingCollective.begin`; on CPUs.
+        ``job``: asks for one collective only, which can `PendingCollective.begin`; on CPUs.
         """
         self.check()
         self._advance(job)
@@ -175,8 +174,7 @@ class Lanes:
     def wait(self, job: GroupInFlight, anxious: Callable[[], BaseException | None]) -> None:
         """Returns when the averages are there; raises the error that prevents them.
 
-        Args:
-            anxious: asked once in a while, as long as they are not there, whether it is worth waiting; an error: it is not.
+        ``anxious``: asked once in a while, as long as they are not there, whether it is worth waiting; an error: it is not.
         """
         while True:
             with contextlib.suppress(TimeoutError):

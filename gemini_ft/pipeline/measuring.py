@@ -53,9 +53,7 @@ class Costs:
 def measure(make: Callable[[], Route], tensors: Sequence[Tensor], group: Any, device: torch.device) -> Costs:
     """Costs of groups of consecutive tensors. Collective; the group must be idle.
 
-    Args:
-        make: a route without memory.
-        tensors: of one rule, in their order, at least two.
+    ``make``: a route without memory. ``tensors``: of one rule, in their order, at least two.
     """
     found = []
     for run in _runs(tensors):
@@ -144,8 +142,7 @@ class ModelHook:
     It does not get in the way of copying, pickling, exporting and compiling the user's model. In a copy of that, and where it is unpickled,
     it does nothing: a copy has no synchronizer, until it is given one of its own.
 
-    Args:
-        method: called with what a hook gets; its answer is not used.
+    ``method``: called with what a hook gets; its answer is not used.
     """
 
     def __init__(self, method: Callable[..., object] | None = None) -> None:

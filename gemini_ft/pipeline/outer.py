@@ -138,11 +138,7 @@ class OuterSteps(Body):
         return set(self._parameters)
 
     def stepped(self) -> None:
-        """Counts a step, whose update comes now.
-
-        Raises:
-            StateError: it is the second one within one call of an optimizer.
-        """
+        """Counts a step, whose update comes now. Raises StateError: it is the second one within one call of an optimizer."""
         if self._under_way is not None and self._has_counted:
             raise StateError(f"an optimizer {_NEVER_ALONE['LBFGS']}: take another optimizer, or leave every, or quality: loss, out")
         self._has_counted = self._under_way is not None
@@ -293,8 +289,7 @@ class OuterSteps(Body):
     def _moved(self, name: str, sent: torch.Tensor | None) -> torch.Tensor:
         """The pseudo-gradient: where all ranks began this period, in the values that the parameter's dtype has, less where this one is.
 
-        Args:
-            sent: where it was instead.
+        ``sent``: where it was instead.
         """
         param = self._parameters[name].detach()
         return _wide(self._anchors[name].to(param.dtype)) - (_wide(param) if sent is None else sent)

@@ -162,8 +162,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
     """The parameters of a model with their rules, the last one first: about the order in which gradients become ready.
 
-    Raises:
-        ConfigError: a rule matches no parameter, or cannot be applied to one that it matches; named, with the way out.
+    Raises ConfigError: a rule matches no parameter, or cannot be applied to one that it matches; named, with the way out.
     """
     sparse, found = _sparse(model), []
     for name, param in trained(model).items():
@@ -193,8 +192,7 @@ def assign(model: nn.Module, rules: Rules) -> list[Tensor]:
 def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
     """Checks that all parameters are trained alone, or none.
 
-    Raises:
-        ConfigError: some are, or not from the same step on; or a loss scaler would have ranks skip updates apart.
+    Raises ConfigError: some are, or not from the same step on; or a loss scaler would have ranks skip updates apart.
     """
     local = [tensor for tensor in tensors if tensor.rule != NO_RULE and rules[tensor.rule].apart.is_local]
     begin = {rules[tensor.rule].quality == "loss": tensor.name for tensor in local}
@@ -222,8 +220,7 @@ def check_local(rules: Rules, tensors: Sequence[Tensor], scaler: Any) -> None:
 def nothing(param: torch.Tensor, sparse: bool) -> torch.Tensor:
     """The gradient that a parameter adds that has none on this rank.
 
-    Args:
-        sparse: whether its gradients are sparse tensors: then it is one without entries, as all ranks must bring the same kind.
+    ``sparse``: whether its gradients are sparse tensors: then it is one without entries, as all ranks must bring the same kind.
     """
     if not sparse:
         return torch.zeros_like(param)

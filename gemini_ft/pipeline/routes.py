@@ -156,8 +156,7 @@ def _begin_all_reduce(flats: Sequence[Tensor], group: Any) -> torch.futures.Futu
 class Sparse(Route):
     """A route through a sparse scheme, every gradient for itself. Dense-stored matrices are taken row by row.
 
-    Args:
-        make: gives a scheme; called for every gradient.
+    ``make``: gives a scheme; called for every gradient.
     """
 
     single = False

@@ -335,8 +335,7 @@ _ADAPTER = TypeAdapter(tuple[Rule, ...])
 def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) -> Rules:
     """Rules from a list, from a mapping that has them under ``gradient_pipeline``, or from a YAML or JSON file with either.
 
-    Raises:
-        ConfigError: something in it is wrong; all faults are listed at once.
+    Raises ConfigError: something in it is wrong; all faults are listed at once.
     """
     where, found = "gradient_pipeline", source
     if isinstance(source, str | Path):
@@ -361,8 +360,7 @@ def load_rules(source: str | Path | Sequence[Any] | Mapping[str, Any] | None) ->
 def check_world(rules: Rules, world: int) -> None:
     """Checks whether ``world`` ranks can use the rules.
 
-    Raises:
-        ConfigError: names the rule, and says which numbers of ranks are possible.
+    Raises ConfigError: names the rule, and says which numbers of ranks are possible.
     """
     for number, rule in enumerate(rules):
         what = f"gradient_pipeline: rule {number + 1} ({rule})"

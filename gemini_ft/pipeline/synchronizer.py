@@ -478,8 +478,7 @@ def ddp_around(model: nn.Module) -> DistributedDataParallel | None:
 def _check_alone(model: nn.Module, ddp: DistributedDataParallel | None, ranks: list[int]) -> None:
     """Checks that nothing else averages the gradients of a model.
 
-    Raises:
-        ConfigError: another synchronizer or a DistributedDataParallel does, or the latter does so among other ranks.
+    Raises ConfigError: another synchronizer or a DistributedDataParallel does, or the latter does so among other ranks.
     """
     if ddp is not None:
         if (others := dist.get_process_group_ranks(ddp.process_group)) != ranks:
@@ -510,8 +509,7 @@ def _fill(param: torch.Tensor, mean: torch.Tensor) -> None:
 def _together(make: Callable[[], T], settings: Mapping[str, Any], group: Any) -> T:
     """Calls ``make`` on all ranks; a ConfigError of one rank is raised by all. Collective.
 
-    Raises:
-        ConfigError: also where settings differ between ranks.
+    Raises ConfigError: also where settings differ between ranks.
     """
     made, problem = None, None
     try:

@@ -29,8 +29,7 @@ _COUNTERS = (type(iter(range(0))), itertools.count)
 class Resumption:
     """The iterations of all loaders that one Checkpointer has resumed.
 
-    Attributes:
-        random: torch's generator of the process as it was put back, until the first step, or until the first iteration goes on.
+    ``random``: torch's generator of the process as it was put back, until the first step, or until the first iteration goes on.
     """
 
     gone_on: int = 0  # how many have gone on where they stood

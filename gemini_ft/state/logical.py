@@ -61,9 +61,7 @@ Loaders = Callable[[int], Any]
 class LogicalRank:
     """One of a fixed number of ranks.
 
-    Attributes:
-        number: from 0.
-        loader: its own, if there are any.
+    ``number``: from 0. ``loader``: its own, if there are any.
     """
 
     def __init__(self, ranks: LogicalRanks, number: int) -> None:
@@ -153,8 +151,7 @@ class LogicalRanks:
     def batches(self, epoch: int) -> Iterator[list[tuple[LogicalRank, Any]]]:
         """An epoch's batches from the position on: in each turn one for each logical rank that this worker carries.
 
-        Raises:
-            StateError: some of them have no more batches, and others have; while they are taken.
+        Raises StateError: some of them have no more batches, and others have; while they are taken.
         """
         sources = []
         for rank in self._ranks:
@@ -228,8 +225,7 @@ class LogicalRanks:
     def load(self, saved: Sequence[Mapping[str, Any]]) -> None:
         """Takes the states of this worker's logical ranks from those of the workers of a snapshot, after all else has been put back.
 
-        Raises:
-            LayoutMismatchError: the snapshot has other logical ranks, buffers or hardware.
+        Raises LayoutMismatchError: the snapshot has other logical ranks, buffers or hardware.
         """
         self.compare(self.facts(has_begun=True), [each["facts"] for each in saved])
         ranks = {number: state for each in saved for number, state in each["ranks"].items()}
@@ -255,11 +251,7 @@ class LogicalRanks:
         return found if has_begun else found | {"the model before the first step": xxhash.xxh3_64_hexdigest(codec.encode(model))}
 
     def compare(self, ours: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> None:
-        """Compares `facts` with those of other workers, or of the workers that made a snapshot.
-
-        Raises:
-            LayoutMismatchError: they differ.
-        """
+        """Compares `facts` with those of other workers, or of the workers that made a snapshot. Raises LayoutMismatchError: they differ."""
         for name, now in ours.items():
             for then in (each[name] for each in others if each[name] != now):
                 raise LayoutMismatchError(

@@ -94,8 +94,7 @@ class LoopWatch:
     ) -> None:
         """Looks at the loop when a step has ended.
 
-        Args:
-            has_stepped: whether an optimizer has stepped, so that there may be a snapshot; without one it does not matter what differs.
+        ``has_stepped``: whether an optimizer has stepped, so that there may be a snapshot; without one it does not matter what differs.
         """
         self._safely("batches", self._look_at_batches, state.values())
         self._look_at_rest(models, [*models, *state.values(), scalars], optimizers, scalars, iteration, has_stepped)

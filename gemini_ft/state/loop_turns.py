@@ -21,8 +21,7 @@ class LoopTurn(ast.NodeVisitor):
 
     Each branch of an ``if`` is read as if the other one were not there.
 
-    Attributes:
-        added: names that a turn adds to (``total += loss``, ``losses.append(loss)``), and reads only to print or log them.
+    ``added``: names that a turn adds to (``total += loss``, ``losses.append(loss)``), and reads only to print or log them.
     """
 
     def __init__(self, loop: ast.AST) -> None:

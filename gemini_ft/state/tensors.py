@@ -77,9 +77,8 @@ class Live(NamedTuple):
 class Source:
     """One tensor to capture.
 
-    Attributes:
-        tensor: this rank's part, detached: same memory, same version counter, never a copy. Its bytes are
-            defined as those of its elements in logical (row-major) order, whatever its strides.
+    ``tensor``: this rank's part, detached: same memory, same version counter, never a copy. Its bytes are defined as those of its elements
+    in logical (row-major) order, whatever its strides.
     """
 
     spec: TensorSpec  # name, dtype, local shape and group of ranks

@@ -33,8 +33,7 @@ def read_back(storage: Storage, manifest: Manifest) -> None:
 class Retention:
     """Deletes old checkpoints of one run and stream, after each that has been stored.
 
-    Args:
-        present: folders beside its ancestors that this incarnation saw when it chose what to resume; see `fenced`.
+    ``present``: folders beside its ancestors that this incarnation saw when it chose what to resume; see `fenced`.
     """
 
     def __init__(

@@ -202,8 +202,7 @@ def once(train: Callable[[], T], present: OwnAttempt) -> list[T]:
 def park(present: OwnAttempt, known: Collection[object]) -> dict[str, str]:
     """Waits for the launcher's order to begin the next attempt, and takes over its streams; returns what is new in its environment.
 
-    Raises:
-        SystemExit: this process cannot stay, or the launcher wants no further attempt.
+    Raises SystemExit: this process cannot stay, or the launcher wants no further attempt.
     """
     with contextlib.suppress(ValueError):  # in a thread
         _set_handlers(dict.fromkeys(_handlers(), signal.SIG_DFL))  # a handler of the script may not end the process

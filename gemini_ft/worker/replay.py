@@ -68,8 +68,7 @@ class _Held:
 class _Call:
     """An outermost call of a module under training, as it is made again.
 
-    Attributes:
-        grads: place among the tensors of the output -> the gradient that the loss gave it.
+    ``grads``: place among the tensors of the output -> the gradient that the loss gave it.
     """
 
     module: nn.Module
@@ -94,11 +93,7 @@ class _Call:
 
 
 class Replay:
-    """The checks of one rank. While none is due there is no hook.
-
-    Args:
-        exchange: gives back every rank's object in rank order.
-    """
+    """The checks of one rank. While none is due there is no hook. ``exchange``: gives back every rank's object in rank order."""
 
     def __init__(
         self,

@@ -83,8 +83,7 @@ class Snapshotter:
     On a device a snapshot may be submitted while the one before is still being copied: its copies are in the device's queue then, and both
     the update between the two and the next copies stand behind them.
 
-    Args:
-        on_compare: called before a copy that is compared is declared: the last commit cannot be overwritten before.
+    ``on_compare``: called before a copy that is compared is declared: the last commit cannot be overwritten before.
     """
 
     def __init__(
