@@ -42,13 +42,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def class_in(module: str, name: str, trainers: str, fabrics: str) -> Any:
+    """The strategy class that a module shows by this name, over the classes of these packages of Lightning."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
     if "Fabric" in name:
         from gemini_ft.lightning import fabric
 
-        return fabric.by_class(name, "lightning.fabric")
+        return fabric.by_class(name, fabrics)
     from gemini_ft.lightning import naming
 
-    return naming.by_class(name, "lightning.pytorch")
+    return naming.by_class(name, trainers)
+
+
+def __getattr__(name: str) -> Any:
+    return class_in(__name__, name, "lightning.pytorch", "lightning.fabric")

@@ -21,6 +21,11 @@ _NAMES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemini_deepspeed_stage_3": ("GeminiDeepSpeedStrategy", {"stage": 3}),
     "gemini_deepspeed_stage_3_offload": ("GeminiDeepSpeedStrategy", {"stage": 3, "offload_optimizer": True, "offload_parameters": True}),
 }
+_CLASSES: dict[str, tuple[type, str]] = {
+    "GeminiStrategy": (GeminiDdpMixin, "DDPStrategy"),
+    "GeminiModelParallelStrategy": (GeminiShardedMixin, "ModelParallelStrategy"),
+    "GeminiDeepSpeedStrategy": (GeminiDeepSpeedMixin, "DeepSpeedStrategy"),
+}
 _PUBLIC = {"lightning.pytorch": "gemini_ft.lightning", "pytorch_lightning": "gemini_ft.pytorch_lightning"}
 
 
@@ -33,16 +38,7 @@ def by_name(name: str, package: str) -> Any:
 @functools.cache
 def by_class(name: str, package: str) -> Any:
     """The strategy class called ``name`` for ``package``, "lightning.pytorch" or "pytorch_lightning"."""
-    mixin, base = _parts(name)
+    mixin, base = _CLASSES[name]
     doc = f"{base} whose training state survives failures. Keyword options: those of GeminiConfig, data_resume, "
     doc += f"gradient_pipeline, and {base}'s."
     return make_class(name, mixin, base, package, _PUBLIC[package], doc)
-
-
-def _parts(name: str) -> tuple[type, str]:
-    if name == "GeminiDeepSpeedStrategy":
-        return GeminiDeepSpeedMixin, "DeepSpeedStrategy"
-    return {
-        "GeminiStrategy": (GeminiDdpMixin, "DDPStrategy"),
-        "GeminiModelParallelStrategy": (GeminiShardedMixin, "ModelParallelStrategy"),
-    }[name]
