@@ -162,13 +162,18 @@ def _describe(trace: Trace, gradient: torch.Tensor, job: dict[str, Any]) -> tupl
         "width": gradient.shape[1],
         "density": traffic.density,
         "sum": traffic.densities[traffic.ranks],
-        "densification": traffic.densification,
-        "overlap": statistics.mean(auto.overlap(one, other) for one, other in pairwise(sets)),
+        "densification": traffic.densities[traffic.ranks] / traffic.density if traffic.density else 1.0,
+        "overlap": statistics.mean(_overlap(one, other) for one, other in pairwise(sets)),
         "push skew": traffic.push_skew,
         "pull skew": traffic.pull_skew,
         "hashing": _hashing(sets, own.rows),
     }
     return traffic, found
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The share of the smaller of two index sets that the other one has, too (Zen, section 2.1)."""
+    return int(torch.isin(one, other).sum()) / max(1, min(len(one), len(other)))
 
 
 def _hashing(sets: list[torch.Tensor], rows: int) -> dict[str, dict[str, float]]:

@@ -15,7 +15,6 @@ from .ring import InceptionnRing as InceptionnRing
 from .ring import Ring8 as Ring8
 from .rows import GradientError as GradientError
 from .schemes import SCHEMES as SCHEMES
-from .schemes import dimensions_table as dimensions_table
 from .sparcml import DSARSplitAllgather as DSARSplitAllgather
 from .sparcml import SSARRecursiveDoubling as SSARRecursiveDoubling
 from .sparcml import SSARSplitAllgather as SSARSplitAllgather

@@ -13,7 +13,7 @@ import torch
 from gemini_ft.trials import Trial, TrialRules
 
 from . import wire
-from .base import Dimensions, SparseScheme
+from .base import SparseScheme
 from .costs import Link, Traffic, seconds
 from .exchange import Exchange
 from .omnireduce import BLOCK
@@ -75,12 +75,6 @@ class Auto(SparseScheme):
         self._links: dict[str, Link] = {}  # by name of the group
         self.plans: dict[tuple[object, ...], Findings] = {}
         self._restored: dict[tuple[object, ...], Findings] = {}  # by key without the group
-
-    @property
-    def dimensions(self) -> Dimensions:
-        """The dimensions of the scheme chosen last, or of Zen as long as there is none."""
-        chosen = [plan.chosen for plan in self.plans.values() if plan.chosen is not None]
-        return self._schemes[chosen[-1] if chosen else "zen"].dimensions
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         if exchange.size == 1:  # nothing travels, so there is nothing to choose
@@ -198,11 +192,6 @@ def describe(sets: Sequence[torch.Tensor], rows: int, width: int, itemsize: int)
         index=wire.index_bytes(rows),
         block=block,
     )
-
-
-def overlap(one: torch.Tensor, other: torch.Tensor) -> float:
-    """The share of the smaller of two index sets that the other one has, too (section 2.1)."""
-    return _ratio(int(torch.isin(one, other).sum()), min(len(one), len(other)))
 
 
 def link(exchange: Exchange) -> Link:

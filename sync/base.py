@@ -15,7 +15,6 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeAlias, TypeVar, overload
 
 import torch
@@ -104,26 +103,12 @@ def _on(module: Any, stream: Any, call: Callable[[], T]) -> T:
     return result
 
 
-@dataclass(frozen=True)
-class Dimensions:
-    """The place of a scheme in the design space; ``balance`` is None for centralised ones, which have no parts."""
-
-    communication: Literal["ring", "hierarchy", "point-to-point"]
-    aggregation: Literal["incremental", "one-shot"]
-    partition: Literal["centralization", "parallelism"]
-    balance: Literal["balanced", "imbalanced"] | None
-
-
 class Scheme(ABC):
     """Sums one gradient over all ranks of a group."""
 
     name: ClassVar[str]
     whole: ClassVar[bool] = False
     """Whether it takes gradients whole, so that those that are dense travel together."""
-
-    @property
-    @abstractmethod
-    def dimensions(self) -> Dimensions: ...
 
     @overload
     def all_reduce(self, tensor: torch.Tensor, group: ProcessGroup | None = ..., async_op: Literal[False] = ...) -> torch.Tensor: ...

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from gemini_ft.validation import checked
 
 from . import wire
-from .base import Dimensions, SparseScheme, admit_dense
+from .base import SparseScheme, admit_dense
 from .exchange import Exchange
 from .options import Check
 from .partition import EvenPartition, Partition
@@ -30,7 +30,6 @@ class Dense(SparseScheme):
     """
 
     name = "dense"
-    dimensions = Dimensions("ring", "incremental", "parallelism", "balanced")
 
     @checked
     def __init__(self, check: Check = True) -> None:
@@ -54,7 +53,6 @@ class AGsparse(SparseScheme):
     """Torch's own way with sparse gradients: simple, but its bytes grow with the number of ranks."""
 
     name = "agsparse"
-    dimensions = Dimensions("ring", "one-shot", "centralization", None)
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         return add_up([wire.decode_like(message, gradient) for message in exchange.all_gather(wire.encode(gradient))])
@@ -74,7 +72,6 @@ class SparsePS(SparseScheme):
     """
 
     name = "sparse-ps"
-    dimensions = Dimensions("point-to-point", "one-shot", "parallelism", "imbalanced")
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         partition = EvenPartition(gradient.rows, exchange.size)
@@ -89,7 +86,6 @@ class SinglePS(SparseScheme):
     """
 
     name = "single-ps"
-    dimensions = Dimensions("point-to-point", "one-shot", "centralization", None)
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         exchange.agree()

@@ -44,11 +44,6 @@ class Traffic:
         """The density of one rank's gradient, d."""
         return self.densities[1]
 
-    @property
-    def densification(self) -> float:
-        """The density of the sum divided by that of one rank's gradient (gamma)."""
-        return self.densities[self.ranks] / self.density if self.density else 1.0
-
     def pairs(self, ranks: int) -> float:
         """Bytes of the indices and values of the sum over ``ranks`` ranks."""
         return self.nbytes * self.densities[ranks] * (1 + self.index / self.unit)

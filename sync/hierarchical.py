@@ -13,7 +13,7 @@ from gemini_ft.torch_versions import all_gather_single, reduce_scatter_single
 from gemini_ft.validation import checked
 
 from .backends import open_exchange
-from .base import Dimensions, Scheme, SparseScheme, admit_dense
+from .base import Scheme, SparseScheme, admit_dense
 from .options import LocalSize
 from .rows import from_dense, from_matrix
 
@@ -30,7 +30,6 @@ class Hierarchical(Scheme):
     """
 
     name = "hierarchical"
-    dimensions = Dimensions("hierarchy", "one-shot", "parallelism", "balanced")
 
     @checked
     def __init__(self, inter: SparseScheme, local_size: LocalSize) -> None:

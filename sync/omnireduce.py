@@ -14,7 +14,7 @@ import torch
 
 from gemini_ft.validation import checked
 
-from .base import Dimensions, SparseScheme
+from .base import SparseScheme
 from .builtin import SparsePS
 from .exchange import Exchange
 from .options import Patience, SlotCount, Switches
@@ -35,7 +35,6 @@ class OmniReduce(SparseScheme):
     """
 
     name = "omnireduce"
-    dimensions = Dimensions("point-to-point", "one-shot", "parallelism", "imbalanced")
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         total = SparsePS().reduce(to_blocks(gradient), exchange)

@@ -13,7 +13,7 @@ from gemini_ft import truncation
 from gemini_ft.validation import Seed, checked
 
 from . import wire
-from .base import Dimensions, Scheme, admit_dense
+from .base import Scheme, admit_dense
 from .exchange import Exchange
 from .options import Bucket, RingWords
 from .rows import from_matrix
@@ -29,7 +29,6 @@ class EncodedRing(Scheme):
     Every rank has the same bits. A sparse gradient is made dense; float64 is rounded to float32 first. Nothing is kept of what is left out.
     """
 
-    dimensions = Dimensions("ring", "incremental", "parallelism", "balanced")
     whole = True
 
     def _sum(self, tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:

@@ -1,14 +1,13 @@
-"""All schemes by name, and their places in Zen's design space."""
+"""All schemes by name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
-from .base import Dimensions, Scheme, SparseScheme
+from .base import Scheme, SparseScheme
 from .builtin import AGsparse, Dense, SinglePS, SparsePS
 from .fpisa import FPISA
-from .hierarchical import Hierarchical
 from .omnireduce import OmniReduce, OmniReduceStreaming
 from .ring import InceptionnRing, Ring8
 from .sparcml import DSARSplitAllgather, SSARRecursiveDoubling, SSARSplitAllgather
@@ -27,14 +26,3 @@ LOSSY_SCHEMES: Mapping[str, type[Scheme]] = {InceptionnRing.name: InceptionnRing
 
 SWITCH_SCHEMES: Mapping[str, type[SwitchScheme[Any]]] = {scheme.name: scheme for scheme in (SwitchML, OmniReduceStreaming, FPISA)}
 """The schemes that go through a switch, whose address and key they need, by name."""
-
-
-def dimensions_table() -> str:
-    """The four dimensions of every scheme, as a Markdown table."""
-    rows = ["| scheme | class | communication | aggregation | partition | balance |", "|" + "---|" * 6]
-    schemes: list[type[Scheme]] = [*SCHEMES.values(), Hierarchical, *LOSSY_SCHEMES.values(), *SWITCH_SCHEMES.values()]
-    for scheme in schemes:
-        place = cast(Dimensions, scheme.dimensions)  # a property of the base class, a plain value in these
-        cells = (place.communication, place.aggregation, place.partition, place.balance or "n/a")
-        rows.append(f"| {scheme.name} | `{scheme.__module__.rpartition('.')[2]}.{scheme.__name__}` | {' | '.join(cells)} |")
-    return "\n".join(rows)

@@ -15,7 +15,7 @@ import torch
 from gemini_ft.validation import Seed, checked
 
 from . import wire
-from .base import Dimensions, SparseScheme
+from .base import SparseScheme
 from .builtin import push
 from .exchange import Exchange
 from .options import Bits, Bucket
@@ -89,7 +89,6 @@ class SSARRecursiveDoubling(SparseScheme):
     """
 
     name = "ssar-recursive-doubling"
-    dimensions = Dimensions("hierarchy", "incremental", "centralization", None)
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         exchange.agree()
@@ -114,7 +113,6 @@ class SSARSplitAllgather(SparseScheme):
     """Contiguous parts to their owners, then an all-gather of the sums, indices and values."""
 
     name = "ssar-split-allgather"
-    dimensions = Dimensions("ring", "one-shot", "parallelism", "imbalanced")
 
     def reduce(self, gradient: SparseRows, exchange: Exchange) -> SparseRows:
         partition = EvenPartition(gradient.rows, exchange.size)
@@ -129,7 +127,6 @@ class DSARSplitAllgather(SparseScheme):
     """
 
     name = "dsar-split-allgather"
-    dimensions = Dimensions("ring", "one-shot", "parallelism", "imbalanced")
 
     @checked
     def __init__(self, bits: Bits = None, bucket: Bucket = 1024, seed: Seed = 0) -> None:

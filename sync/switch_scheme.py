@@ -22,7 +22,7 @@ from gemini_ft.validation import checked
 
 from . import wire
 from .backends import open_exchange
-from .base import Dimensions, Scheme
+from .base import Scheme
 from .exchange import Exchange
 from .options import PacketBytes, Patience, SlotCount, Switches
 from .rows import GradientError, from_matrix, to_matrix
@@ -148,8 +148,6 @@ class SwitchScheme(Scheme, Generic[Gradient]):
         packet: bytes of a packet's values. With 36 of its header and 28 of IP and UDP it must fit the network's frames (48 for IPv6).
         patience: seconds without any progress after which a switch counts as dead.
     """
-
-    dimensions = Dimensions("point-to-point", "incremental", "centralization", None)
 
     @checked
     def __init__(self, switch: Switches, key: Key, slots: SlotCount = 256, packet: PacketBytes = 1408, patience: Patience = 3.0) -> None:

@@ -7,7 +7,7 @@ import torch
 from gemini_ft.validation import Seed, checked
 
 from . import wire
-from .base import Dimensions, SparseScheme
+from .base import SparseScheme
 from .builtin import push
 from .exchange import Exchange
 from .options import Hashing
@@ -29,7 +29,6 @@ class Zen(SparseScheme):
     """
 
     name = "zen"
-    dimensions = Dimensions("point-to-point", "one-shot", "parallelism", "balanced")
 
     @checked
     def __init__(self, hashing: Hashing = "rotation", seed: Seed = 0) -> None:
