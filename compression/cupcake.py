@@ -51,7 +51,7 @@ def plan(backward: Backward, costs: GroupCosts, most: int = 64) -> GroupingPlan:
         grouping, bound = _by_number_of_groups(backward, costs.encode, costs.communicate), math.inf
     else:
         grouping, bound = _by_labels(backward, costs, most)
-    seconds = simulate(backward, costs, grouping).seconds
+    seconds = simulate(backward, costs, grouping)
     return GroupingPlan(grouping=grouping, seconds=seconds, bound=min(seconds, bound))
 
 
@@ -127,8 +127,8 @@ def _by_labels(backward: Backward, costs: GroupCosts, most: int) -> tuple[Groupi
     sizes = _group_bytes(backward)
     encode, communicate, decode = (cost.of(sizes) for cost in (costs.encode, costs.communicate, costs.decode))
     bound = _Bound(ready, encode, communicate, decode, costs.encode_on == "compute")
-    usual = min(_usual(tensors), key=lambda grouping: simulate(backward, costs, grouping).seconds)
-    best = simulate(backward, costs, usual).seconds - backward.forward
+    usual = min(_usual(tensors), key=lambda grouping: simulate(backward, costs, grouping))
+    best = simulate(backward, costs, usual) - backward.forward
     given_up = math.inf
 
     def extended(times: Floats, begin: NDArray[np.intp], end: int) -> Floats:

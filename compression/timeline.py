@@ -8,7 +8,7 @@ group is encoded, communicated and decoded as one. Four queues, each serving the
 - the network: the collectives of one group after those of the one before;
 - the decode stream: the paper leaves decoding out, but with all-gather it is as many payloads as there are workers.
 
-    seconds = simulate(backward, costs, even(len(backward), 4)).seconds
+    seconds = simulate(backward, costs, even(len(backward), 4))
 """
 
 from __future__ import annotations
@@ -102,39 +102,21 @@ def buckets(nbytes: Sequence[int], capacity: int) -> Grouping:
     return Grouping(tuple(ends))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupTimes:
-    """The ends of one group's stages, in seconds since the backward pass began."""
+def simulate(backward: Backward, costs: GroupCosts, grouping: Grouping) -> float:
+    """Predicts the seconds from the beginning of the forward pass until the last gradient is decoded and the backward pass has ended.
 
-    ready: float
-    encoded: float
-    communicated: float
-    decoded: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """One iteration."""
-
-    groups: tuple[GroupTimes, ...]
-    seconds: float  # from the beginning of the forward pass until the last gradient is decoded and the backward pass has ended
-
-
-def simulate(backward: Backward, costs: GroupCosts, grouping: Grouping) -> Timeline:
-    """Predicts one iteration. Raises ValueError: ``grouping`` is one of another number of tensors."""
+    Raises ValueError: ``grouping`` is one of another number of tensors.
+    """
     if grouping.ends[-1] != len(backward):
         raise ValueError(f"groups that end at {grouping.ends} for {len(backward)} tensors: the last must end with the last tensor")
     ready = [0.0, *accumulate(backward.seconds)]
     filled = [0, *accumulate(backward.nbytes)]
     delay = encoded = communicated = decoded = 0.0
-    times = []
     for begin, end in pairwise((0, *grouping.ends)):
         nbytes = filled[end] - filled[begin]
         encode = costs.encode(nbytes)
-        start = ready[end] + delay
-        encoded = max(start, encoded) + encode
+        encoded = max(ready[end] + delay, encoded) + encode
         delay += encode if costs.encode_on == "compute" else 0.0
         communicated = max(encoded, communicated) + costs.communicate(nbytes)
         decoded = max(communicated, decoded) + costs.decode(nbytes)
-        times.append(GroupTimes(ready=start, encoded=encoded, communicated=communicated, decoded=decoded))
-    return Timeline(tuple(times), backward.forward + decoded)
+    return backward.forward + decoded

@@ -127,7 +127,7 @@ class Candidates:
             Candidate(
                 f"{name}, {len(grouping.ends)} groups",
                 tuple(grouped(number, own, grouping, way)),
-                simulate(backward, group_costs, grouping).seconds,
+                simulate(backward, group_costs, grouping),
                 costs.worst,
             )
             for grouping, name in groupings.items()

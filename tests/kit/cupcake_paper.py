@@ -39,7 +39,7 @@ class _Search:
         self._ready, self._filled = [0.0, *accumulate(backward.seconds)], [0, *accumulate(backward.nbytes)]
         tensors = len(backward)
         first = even(tensors, min(2, tensors))
-        self._best = GroupingPlan(grouping=first, seconds=simulate(backward, costs, first).seconds, bound=-math.inf)
+        self._best = GroupingPlan(grouping=first, seconds=simulate(backward, costs, first), bound=-math.inf)
 
     def best(self) -> GroupingPlan:
         self._find((), 0, 0.0, 0.0)
