@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-
 _PLAIN = {int, str}
 
 
