@@ -600,7 +600,8 @@ def begins_after_the_last_gradient(rule: Mapping[str, Any]) -> bool:
 
     whole = dist.all_reduce
     for param in chosen.model.parameters():
-        param.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
+        hooked: Any = param
+        hooked.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
     with closing(chosen.synchronizer), patch.object(dist, "all_reduce", all_reduce):
         chosen.train(0, 1)
     return seen.index("average") >= seen.count("gradient") - 1  # the synchronizer's own hook of the last one comes before

@@ -108,7 +108,7 @@ def history(out: Path, rank: int) -> dict[int, str]:
 
 
 def side_by_side(
-    folder: Path, job: Callable[[str], Any], faults: str, world: int = 2, *, calm: Callable[[str], Any] | None = None, **environ: str
+    folder: Path, job: Callable[[str], Any], faults: str, world: int = 2, *, calm: Callable[[str], Any] | None = None, **environ: Any
 ) -> tuple[list[Any], list[Any]]:
     """Runs a job with faults until it ends, and at the same time without; what its ranks wrote of each iteration must be the same.
 

@@ -232,7 +232,7 @@ def in_batches(folders: pytest.TempPathFactory, size: int, function: Callable[..
     return everything
 
 
-def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any, **environ: str) -> list[Any]:
+def on_ranks(folder: Path, size: int, function: Callable[..., Any], *arguments: Any, **environ: Any) -> list[Any]:
     """What each rank returned; an exception of one is raised."""
     with World(folder, size, **environ) as world:
         results = world.outcome(function, *arguments)
