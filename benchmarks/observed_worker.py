@@ -103,7 +103,8 @@ def block(name: str, number: int, load: Load, steps: int, folder: Path) -> tuple
         return (time.perf_counter() - begin) / count
 
     iterate(WARM_UP)
-    with fetched(run, token.read_text()) if cell.is_watched else contextlib.nullcontext([]) as readers:
+    nobody: contextlib.AbstractContextManager[list[int]] = contextlib.nullcontext([])
+    with fetched(run, token.read_text()) if cell.is_watched else nobody as readers:
         before = busy(pids := [account_of(run)["pid"], *readers])
         seconds = iterate(steps)
         processor = (busy(pids) - before) / steps

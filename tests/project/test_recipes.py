@@ -166,8 +166,9 @@ def test_the_image_is_built_and_trains(kind: str, tmp_path: Path, request: pytes
 
     As CUDA's bases, those of ``bare`` and ``cuda`` have no Python; the torch of ``cuda`` is PyPI's newest, with gigabytes of libraries.
     """
-    request.addfinalizer(lambda: shutil.rmtree(tmp_path, ignore_errors=True))  # gigabytes
     root = tmp_path / "debian"
+    request.addfinalizer(lambda: shutil.rmtree(tmp_path, ignore_errors=True))  # gigabytes
+    request.addfinalizer(lambda: subprocess.run(["umount", "--quiet", root / "proc"]))  # debootstrap's, if it was interrupted
     packages = "python3,python3-venv,ca-certificates" if kind == "cpu" else "ca-certificates"
     base = ["debootstrap", "--variant=minbase", f"--include={packages}", "bookworm", str(root)]
     subprocess.run(base, check=True, stdout=subprocess.DEVNULL, timeout=1200)
