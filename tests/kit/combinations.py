@@ -196,7 +196,8 @@ def run_several(combinations: list[dict[str, Any]], folder: Path) -> list[tuple[
             folders[way].mkdir(parents=True)
             environ: dict[str, Any] = {"GEMINI_ON_LATE": "wait", "GEMINI_MAX_RETRIES": "50", "TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0"}
             environ |= {"LOCAL_WORLD_SIZE": str(traits["ranks"])}
-            world = worlds.enter_context(World(folders[way], hosts=["host"] * traits["ranks"], has_agents=ways[way] != "ddp", **environ))
+            world = worlds.enter_context(World(folders[way], hosts=["host"] * traits["ranks"], **environ))
+            world.has_agents = ways[way] != "ddp"
             ranks = [{"LOCAL_RANK": str(rank)} for rank in range(traits["ranks"])]
             attempts[way] = _attempts(world, (folders[way] / "cell", ways[way], traits, kills.get(way, [])), ranks)
         running = dict(attempts)

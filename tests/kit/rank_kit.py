@@ -121,12 +121,14 @@ class World:
     ``has_agents``: whether an agent is imported ahead on each host.
     """
 
-    def __init__(self, folder: Path, size: int = 1, hosts: Sequence[str] | None = None, *, has_agents: bool = True, **environ: str) -> None:
+    has_agents = True
+
+    def __init__(self, folder: Path, size: int = 1, hosts: Sequence[str] | None = None, **environ: str) -> None:
         self.folder = folder
         self.hosts = list(hosts or [f"host{rank}" for rank in range(size)])
         self.run = f"test-{os.getpid()}-{time.monotonic_ns()}"
         self.environ = {"GEMINI_RUN_ID": self.run, "GEMINI_LOG_DIR": str(folder), "GEMINI_FAULTS_DIR": str(folder / "faults"), **environ}
-        self.restarts, self._has_agents = 0, has_agents
+        self.restarts = 0
         self._known = set(self.hosts)
         self._attempts: list[Attempt] = []
         self._ahead = contextlib.ExitStack()
@@ -160,7 +162,7 @@ class World:
     def start(self, function: Callable[..., Any], *arguments: Any, per_rank: Sequence[Mapping[str, str]] = (), **environ: Any) -> Attempt:
         """One attempt of ``function(*arguments)`` on every rank."""
         self._known |= set(self.hosts)
-        for host in set(self.hosts) if self._has_agents else ():
+        for host in set(self.hosts) if self.has_agents else ():
             self._ahead.enter_context(ahead.started_ahead(self.run, host))
         size = len(self.hosts)
         common = {

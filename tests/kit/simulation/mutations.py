@@ -209,7 +209,6 @@ MUTATIONS = (
         "spec.incarnation.number <= before.incarnation.number",
         "False",
         "an incarnation begins after a newer one",
-        16,
     ),
     Mutation("agent.uploads:Uploader.write_manifest", "if not self._is_written(manifest):", "if False:", "a manifest is not read back", 10),
     Mutation("agent.uploads:Uploader._write", "StoredShard(self._storage, record).sample()", "pass", "a shard is not read back", 3),
@@ -220,7 +219,7 @@ MUTATIONS = (
         "a manifest is written by a host that does not lead any more",
         7,
     ),
-    Mutation("core.protocol:Host.hold", "slot.readers.add(reader)", "pass", "what is read may be overwritten", 16),
+    Mutation("core.protocol:Host.hold", "slot.readers.add(reader)", "pass", "what is read may be overwritten", 6),
     Mutation(
         "storage.decisions:superseded_by",
         "enough = len(kept) >= keep_last",
