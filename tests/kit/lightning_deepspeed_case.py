@@ -158,7 +158,8 @@ def writes_weights(out: str, at: int) -> list[str]:
             self.net = network()
 
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            return (self.net(batch) - batch).square().mean()
+            loss: torch.Tensor = (self.net(batch) - batch).square().mean()
+            return loss
 
         def on_train_batch_end(self, *_: Any) -> None:
             if at in (0, self.global_step):
