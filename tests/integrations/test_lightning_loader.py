@@ -532,3 +532,12 @@ def test_an_order_that_the_training_changes_within_an_epoch_is_not_gone_on_with_
     with pytest.raises(StateError, match="draws other indices than before the failure") if is_refused else nullcontext():
         after.run(range(1, 2), first=state)
     assert ("draws other indices than before the failure" in caplog.text) is (changed_at[1] > 0 and "lenient" in kinder)
+
+
+def test_a_position_of_an_older_version_has_nothing_to_compare_the_order_with() -> None:
+    def make() -> DataLoader[torch.Tensor]:
+        return DataLoader(Noisy(), batch_sampler=Growing())
+
+    state = Job(make, resumable=True).run(range(2), (1, 4))
+    assert state["loader"].pop("drawn") is not None
+    Job(make, resumable=True).run(range(1, 2), first=state)

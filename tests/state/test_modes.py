@@ -129,6 +129,18 @@ def test_what_came_in_the_place_of_none_and_cannot_be_kept_is_the_new_processs_o
     assert (again.made, again.late) == (made, None)
 
 
+def test_modes_of_an_older_version_say_nothing_of_what_was_lost() -> None:
+    model = Remembering()
+    modules = {"model": model}
+    modes = Modes(modules)
+    model.rate = 0.5
+    state = modes.collect(modules)
+    assert state.pop("lost") == []
+    model.rate = 0.1
+    modes.restore(state, modules)
+    assert model.rate == 0.5
+
+
 class Shaking:
     """A hook of optimizers, with a generator and a count of its own."""
 
