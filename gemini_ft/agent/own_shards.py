@@ -154,8 +154,8 @@ class OwnShards:
         reserved = Reserved(
             call=message.call, layout_hash=message.layout_hash, slots=indices, data_offset=shape.data_offset, capacity=shape.capacity
         )
+        self._inbound.entrust_all()  # first: with the answer the worker lets go of the slots that it had
         worker.send(reserved, fds)
-        self._inbound.entrust_all()
         context.perform(context.host.send_again(owner))
         if worker.launch is not None and (worker.launch.pid, worker.launch.ticks) in context.run.leaving:
             context.log(f"this host is still drained: rank {owner} is told to leave as well")
