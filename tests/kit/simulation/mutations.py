@@ -88,7 +88,7 @@ MUTATIONS = (
     ),
     Mutation(_HOST + "on_abort", "self.committed is not None and version <= self.committed", "False", "what is committed can be aborted"),
     Mutation(_HOST + "reports", "slot.state is SlotState.COMPLETE", "True", "copies that are not whole are reported again"),
-    Mutation(_HOST + "reopen", "slots.commit(committed)", "pass", "an agent that was restarted forgets the commit", 18),
+    Mutation(_HOST + "reopen", "slots.commit(committed)", "pass", "an agent that was restarted forgets the commit"),
     Mutation(
         "agent.own_shards:OwnShards._copied",
         "if not memory.finish(version, message.extras_bytes, message.root or None):",
