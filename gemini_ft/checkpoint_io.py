@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -156,10 +157,9 @@ class FromMemory:
 
     def wait(self) -> None:
         """Returns when what is being written is there; raises what has kept it from that."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            writing.exception()
-            self._files, self._removed = [], []
+        if (writing := self._writing) is not None:
+            writing.exception()  # this wait may end with an exception of a signal's: then writing goes on
+            self._writing, self._files, self._removed = None, [], []
             writing.result()
 
     def unwritten(self) -> list[str]:
@@ -176,7 +176,13 @@ class FromMemory:
         return vars(self) | {"_checkpointer": None, "_files": [], "_removed": [], "_writing": None}
 
     def teardown(self) -> None:
-        self.write_now("the training is over")
+        has_failed = sys.exc_info()[1] is not None  # by the exception that is being handled
+        try:
+            self.write_now("the training is over")
+        except Exception as error:
+            if not has_failed:
+                raise
+            _log.error("%s", error)
         if (inner := self.checkpoint_io) is not None:  # type: ignore[attr-defined]
             inner.teardown()
 

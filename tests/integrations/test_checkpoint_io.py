@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,7 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
     names: list[list[str]] = []
 
     def read(tensors: Any) -> Any:
-        if folder.exists() and not alive.is_set():
+        if [*folder.glob("*")] and not alive.is_set():
             assert dead.wait(200)
             raise RecoveryError("dead")
         return reading(tensors)
@@ -215,6 +216,36 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
     assert (f"step=8.ckpt: not known to be written before the failure, and {why}" in caplog.text) == (not is_there)
     if is_there:
         same(loaded(folder), {"step=8.ckpt": loaded(tmp_path / "plain")["step=8.ckpt"]})
+
+
+def test_a_failure_is_told_and_none_of_its_files_also_if_it_cannot_wait_for_them(
+    fit: Callable[..., Case], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever ends the wait for the thread that writes, the live tensors, which are others by now, are not asked for what it writes."""
+    calls: list[int] = []
+
+    class Interrupted(Future[None]):
+        def exception(self, timeout: float | None = None) -> BaseException | None:
+            calls.append(1)
+            if len(calls) == 1:
+                raise RuntimeError("interrupted")
+            return super().exception(timeout)
+
+    class Dying(Case):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if self.crash == (self.current_epoch, batch_idx):
+                calls.clear()
+            return super().training_step(batch, batch_idx)
+
+    def newest() -> Any:
+        return ModelCheckpoint(tmp_path / "files", "{step}", every_n_train_steps=4, save_top_k=-1)
+
+    calls.append(0)
+    monkeypatch.setattr(checkpoint_io, "Future", Interrupted)
+    with pytest.raises(Boom):
+        fit(Dying, table, "gemini", (0, 5), callbacks=[newest], enable_checkpointing=True, plugins=[GeminiCheckpointIO()])
+    assert len(calls) > 1
+    assert [path.name for path in (tmp_path / "files").iterdir()] == ["step=4.ckpt"]
 
 
 @pytest.mark.filterwarnings("ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint:UserWarning")
