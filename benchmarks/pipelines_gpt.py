@@ -245,7 +245,7 @@ def times(losses: Losses, seconds: Visits) -> dict[str, dict[str, list[float | N
 def again(cells: Cells, losses: Losses, options: argparse.Namespace) -> dict[str, bool]:
     """By row whose cells are of older code, whether the present one gives the same first losses.
 
-    They are sums over ranks in float32, whose order, and with it the last bit, depends on how many are summed up at once.
+    They are sums over ranks in float32, whose order, and with it the last bits, depends on how many are summed up at once.
     """
     found = {}
     for row in sorted(cells.older):
@@ -257,7 +257,7 @@ def again(cells: Cells, losses: Losses, options: argparse.Namespace) -> dict[str
 
 def kept(found: Mapping[str, bool], also: str) -> str:
     odd = [row for row, is_same in found.items() if not is_same]
-    same = "the present code has the same first losses, but for the last bit of a sum over ranks"
+    same = "the present code has the same first losses, but for the last bits of sums over ranks"
     said = f"BUT THE FIRST LOSSES OF {', '.join(odd)} ARE OTHERS NOW" if odd else same
     cells = f"Cells of {', '.join(found)} are those of {also}, by code that has changed since (`git diff {also}`)"
     return f"{cells}; {said} ({AGAIN} steps, seed 0)."

@@ -117,7 +117,8 @@ class Averager:
         if self._awaited is None:
             self._awaited = self._next_awaited()
         self._awaited.discard(name)
-        while not self._awaited and self._launched < len(self._plan.groups) and not (self.is_apart and self.missing()):
+        is_held = self.is_apart and len(self._arrived) < len(self.tensors)
+        while not self._awaited and self._launched < len(self._plan.groups) and not is_held:
             self._launch(self._plan.groups[self._launched])
             self._launched += 1
             self._awaited = self._next_awaited()

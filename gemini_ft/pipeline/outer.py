@@ -53,6 +53,9 @@ def refuse_for_ranks_apart(optimizer: Optimizer) -> None:
         StateError: it is one.
     """
     for name in (kind.__name__ for kind in type(optimizer).__mro__ if kind.__name__ in _NEVER_ALONE):
+        options = optimizer.param_groups[0]
+        if name == "LBFGS" and options.get("max_iter") == 1 and options.get("line_search_fn") is None:
+            continue  # it evaluates the loss once
         raise StateError(
             f"an optimizer of the kind {name} {_NEVER_ALONE[name]}: leave every, or quality: loss, out of the gradient pipeline, or take "
             "another optimizer"

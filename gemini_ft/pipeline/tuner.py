@@ -10,12 +10,14 @@ method: none is kept that is slower. Where steps are long, few candidates are tr
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
+from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -108,13 +110,18 @@ class Candidates:
                 found += self._by_cupcake(number, own, "ring8", "ring8")
         return self._shared(sorted(found, key=lambda candidate: candidate.predicted))
 
-    def apart(self, number: int, computing: Sequence[float]) -> float:
-        """The seconds of a step of ranks that train alone: computing, and its share of an average in bfloat16. Collective."""
+    def apart(self, number: int, computing: Sequence[float]) -> float | None:
+        """The seconds of a step of ranks that train alone: computing, and its share of an average in bfloat16. Collective.
+
+        None: some rank does not know what its steps compute.
+        """
         own = [tensor for tensor in self._tensors if tensor.rule == number]
         costs, nbytes = self._costs(number, "bf16", own), sum(tensor.nbytes for tensor in own)
         average = costs.encode.cost(nbytes) + costs.communicate.cost(nbytes) + costs.decode.cost(nbytes)
-        alone = min(computing, default=self._forward + max(self._ready.values()))  # what comes between only makes steps longer
-        return slowest([alone + average / (self._averager.rules[number].apart.every or 1)], self._averager.group)[0]
+        known = computing or [self._forward + max(self._ready.values())]
+        alone = statistics.median_low(known) or inf  # steps differ, in their batches too; the first ones may be slow
+        found = slowest([alone + average / (self._averager.rules[number].apart.every or 1)], self._averager.group)[0]
+        return found if found < inf else None
 
     def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str) -> list[Candidate]:
         """The planner's grouping, and the even ones that it is to beat: models do not know how threads get in each other's way."""
@@ -270,7 +277,7 @@ class Tuner:
         self._trials: list[_RuleTrial] = []
         self._begun = 0.0  # when the first step was over
         self._last: float | None = time.perf_counter()  # the end of the step before
-        self._computing: list[float] = []  # seconds of the steps that were watched, without averages
+        self._computing: list[float] = []  # seconds of the steps that were watched, without averages, where they are known
         self.settled = not self._rules
         self.apart: float | None = None
         self._watch()
@@ -281,7 +288,8 @@ class Tuner:
         if not self.settled:
             self._count += 1
             self._begun = self._begun or time.perf_counter()
-            self._computing.append(self._averager.computing)
+            if self._averager.is_apart and self._averager.computing:
+                self._computing.append(self._averager.computing)
             if self._trials:
                 self._tried(seconds)
             elif self._count >= self._profile_steps or (self._count > 1 and self._has_watched()):
@@ -289,8 +297,9 @@ class Tuner:
         self._last = time.perf_counter()
 
     def state_dict(self) -> dict[str, Any]:
-        """The candidates that were tried, their times here, and those that are left."""
-        return {"settled": self.settled, "count": self._count, "trials": [each.pack() for each in self._trials]}
+        """The candidates that were tried, their times here, and those that are left; before that, what steps have computed here."""
+        watched = {"watched": [*self._computing, self._averager.computing]} if self._averager.is_apart else {}
+        return {"settled": self.settled, "count": self._count, "trials": [each.pack() for each in self._trials], **watched}
 
     def common(self) -> dict[str, Any]:
         """The same state without the times, which differ between ranks."""
@@ -301,7 +310,8 @@ class Tuner:
         """Restores a `state_dict`. The present step is not timed: it began before, or in another process."""
         self.settled, self._count = state["settled"], state["count"]
         self._trials = [_RuleTrial.unpack(each) for each in state["trials"]]
-        self._last, self.apart, self._computing = None, None, []
+        self._last, self.apart = None, None
+        *self._computing, self._averager.computing = state.get("watched", [0.0])  # the last one is heard of when the step is counted
         self._watch()
 
     def _watch(self) -> None:
@@ -319,7 +329,7 @@ class Tuner:
                 continue
             found = candidates.of(rule)
             self._adopt(rule, found[0])
-            apart = candidates.apart(rule, self._computing[1:]) if self._averager.rules[rule].quality == "loss" else None
+            apart = candidates.apart(rule, self._computing) if self._averager.rules[rule].quality == "loss" else None
             if len(close := _worth_trying(found)) > 1 or apart is not None:
                 self._trials.append(_RuleTrial(rule, close, Trial.of(len(close)), apart))
         self._begin_trial()

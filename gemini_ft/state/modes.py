@@ -226,7 +226,8 @@ def hooks_beside(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     }
     tables |= {"optimizers.pre_hooks": _global_optimizer_pre_hooks, "optimizers.post_hooks": _global_optimizer_post_hooks}
     tables |= {f"modules.{kind}": getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS}
-    return {f"{kind}.{index}": hook for kind, table in tables.items() for index, hook in enumerate(table.values()) if is_of_script(hook)}
+    # The package's own, of which there may be more or fewer in the process that resumes, do not count.
+    return {f"{kind}.{index}": hook for kind, table in tables.items() for index, hook in enumerate(filter(is_of_script, table.values()))}
 
 
 def _own_hooks(module: nn.Module) -> dict[str, Any]:

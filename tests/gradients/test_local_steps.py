@@ -182,6 +182,14 @@ def test_computing_is_watched_while_nothing_travels(tmp_path: Path) -> None:
         assert on_ranks(tmp_path, 2, local_steps_case.begins_after_the_last_gradient, rule) == [is_undisturbed] * 2
 
 
+@pytest.mark.parametrize("ddp", [False, True], ids=["plain", "DDP"])
+def test_training_alone_is_predicted_from_steps_that_were_watched(ddp: bool, tmp_path: Path) -> None:
+    """Not from one of which nothing is known after a resume, nor from one that is shorter than the others."""
+    for found in on_ranks(tmp_path, 2, local_steps_case.predictions, ddp):
+        assert len(found) > 4
+        assert min(found) >= 0.02, found
+
+
 def test_ranks_stay_together_where_training_alone_takes_longer_to_a_loss(tmp_path: Path) -> None:
     assert on_ranks(tmp_path, 2, local_steps_case.stays_together) == [(True, True)] * 2
 
@@ -227,7 +235,9 @@ def test_a_state_with_an_average_under_way_goes_on_in_the_same_bits() -> None:
 
 
 def test_what_lets_no_rank_train_alone_is_refused(tmp_path: Path) -> None:
-    for sharded, wrapped, joined, searching, named, later_sharded, later_named in on_ranks(tmp_path, 2, local_steps_case.refusals):
+    for said_of in on_ranks(tmp_path, 2, local_steps_case.refusals):
+        sharded, wrapped, joined, once, searching, named, later_sharded, later_named = said_of
+        assert not once
         assert "an optimizer has the loss evaluated several times in a step" in searching
         for said in (named, later_named):
             assert "an optimizer of the kind LBFGS has the loss evaluated several times in a step" in said

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -424,7 +425,8 @@ def refusals() -> list[str]:
             synchronizer.synchronize()
             return float(loss)
 
-        said += [error_of(partial(kind(ahead.parameters()).step, again)) for kind in (Searching, torch.optim.LBFGS)]
+        once = partial(torch.optim.LBFGS, max_iter=1)
+        said += [error_of(partial(kind(ahead.parameters()).step, again)) for kind in (once, Searching, torch.optim.LBFGS)]
     later = network()
     with closing(gemini_ft.GradientSynchronizer(later, [{"params": "*", "fusion": "auto", "quality": "loss"}])):
         sharded = ZeroRedundancyOptimizer(later.parameters(), torch.optim.SGD, lr=0.1)
@@ -529,12 +531,17 @@ class Chosen:
     ddp: bool
     states: dict[int, list[Any]] = field(default_factory=dict)
     rule: Mapping[str, Any] = field(default_factory=lambda: CHOOSES)
+    profile_steps: int = 2
+    pauses: Sequence[float] = ()  # seconds of each forward pass, beside what it computes
 
     def __post_init__(self) -> None:
         self.model = network()
+        if self.pauses:
+            pauses = itertools.cycle(self.pauses)
+            self.model.register_forward_pre_hook(lambda *_: time.sleep(next(pauses)))
         self.wrapped: Any = DistributedDataParallel(self.model) if self.ddp else self.model
         self.optimizer = adamw([*self.model.parameters()])
-        self.synchronizer = gemini_ft.GradientSynchronizer(self.wrapped, [self.rule], profile_steps=2)
+        self.synchronizer = gemini_ft.GradientSynchronizer(self.wrapped, [self.rule], profile_steps=self.profile_steps)
 
     def load(self, state: list[Any]) -> None:
         parts: tuple[Any, ...] = (self.model, self.optimizer, self.synchronizer)
@@ -605,6 +612,28 @@ def begins_after_the_last_gradient(rule: Mapping[str, Any]) -> bool:
     with closing(chosen.synchronizer), patch.object(dist, "all_reduce", all_reduce):
         chosen.train(0, 1)
     return seen.index("average") >= seen.count("gradient") - 1  # the synchronizer's own hook of the last one comes before
+
+
+def predictions(ddp: bool) -> list[float]:
+    """Seconds predicted of a step alone, where a watched step is shorter than the others, and resumed after each watched step."""
+    join()
+    chosen_by_words(1e9)
+
+    def tried(state: list[Any]) -> Any:
+        return state[2]["tuner"]["trials"]
+
+    def predicted(pauses: Sequence[float], state: Any = None, begin: int = 0) -> tuple[float, list[Any]]:
+        chosen = Chosen(ddp, profile_steps=4, pauses=pauses)
+        with closing(chosen.synchronizer):
+            if state is not None:
+                chosen.load(state)
+            chosen.train(begin, 7)
+        states = [*chosen.states.values()]
+        return tried(next(filter(tried, states)))[0]["apart"], [*itertools.takewhile(lambda state: not tried(state), states)]
+
+    uneven, _ = predicted([0.02, 0.02, 0.001, 0.02])
+    even, watched = predicted([0.02])
+    return [uneven, even, *(predicted([0.02], state, step + 1)[0] for step, state in enumerate(watched))]
 
 
 def stays_together() -> tuple[bool, bool]:

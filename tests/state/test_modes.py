@@ -27,6 +27,7 @@ from gemini_ft.state import codec
 from gemini_ft.state.base import PlainState
 from gemini_ft.state.methods import kept_by, set_by
 from gemini_ft.state.modes import Modes
+from gemini_ft.state.optimizer_steps import OptimizerSteps, weak_hook
 
 
 class Scaling:
@@ -169,12 +170,14 @@ def test_hooks_of_optimizers_go_on_with_their_generators_and_counts(of_all: bool
         optimizer.step()
         return [param.tolist() for param in layer.parameters()]
 
+    ours = register_optimizer_step_pre_hook(weak_hook(OptimizerSteps(lambda: None).announced))  # which the new process does not have yet
     handles: list[RemovableHandle] = []
     state = state_with_a_hook()
     steps()
     taken = take(state)
     then = steps()
     handles.pop().remove()
+    ours.remove()
     fresh = state_with_a_hook()
     give(taken, fresh)
     assert steps() == then
