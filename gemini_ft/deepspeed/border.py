@@ -27,18 +27,19 @@ _WAY_OUT = "set engine.gemini.deferred = True, and call engine.gemini.save() as 
 class Weights:
     """Notices weights that the script writes after ``engine.step()``: a resumed engine makes them of the masters.
 
-    It looks where torch has counted a write since the step, and after the steps 1, 2, 4, 8, ...: writes to ``.data`` are not counted.
+    It looks where torch has counted a write since the step, and the 1st, 2nd, 4th, 8th, ... time that it is asked to, as writes to
+    ``.data`` are not counted.
     """
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
         self._params = [getattr(param, "ds_tensor", param) for param in engine.module.parameters()]
-        self._steps = self._count = 0
+        self._asked = self._count = 0
         self._is_open = self._has_differed = False
 
     def stepped(self) -> None:
         """Records that the engine has written its weights."""
-        self._steps, self._count, self._is_open = self._steps + 1, self._counted(), True
+        self._count, self._is_open = self._counted(), True
 
     def forget(self) -> None:
         """Records that the weights, and the masters, are others now."""
@@ -47,7 +48,8 @@ class Weights:
     def check(self) -> None:
         """Looks whether the weights are still those of the masters. Raises StateError: they are not, and were not after the step before."""
         is_open, self._is_open = self._is_open, False
-        if not is_open or (self._steps & (self._steps - 1) and not self._has_differed and self._count == self._counted()):
+        self._asked += is_open
+        if not is_open or (self._asked & (self._asked - 1) and not self._has_differed and self._count == self._counted()):
             return
         written, had = written_weights(self._engine), self._has_differed
         self._has_differed = bool(written)
@@ -60,7 +62,7 @@ class Weights:
         )
         if had:
             raise StateError(why)
-        _log.warning("step %d: %s", self._steps, why)
+        _log.warning("step %d: %s", self._engine.global_steps, why)
 
     def _counted(self) -> int:
         return sum(map(version_of, self._params))

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
-from gemini_ft.loaders.order import DrawnOrder
+from gemini_ft.loaders.order import DrawnOrder, digest_of
 from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, of_sampler, refuse_gone, split
 from gemini_ft.loaders.stripes import BATCHES, restriped, why_undivided
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
@@ -25,6 +25,7 @@ from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
 from gemini_ft.state.rng import (
     Randomness,
+    generator_states,
     randomness,
     script_generators,
     script_states,
@@ -35,6 +36,7 @@ from gemini_ft.state.rng import (
 
 log = logging.getLogger(__name__)
 _END = object()
+_LOOKED_AT = 8  # indices
 
 
 class Bookmark:
@@ -145,6 +147,7 @@ class Bookmark:
             "asks": self._asks,
             "order": {} if self._may_lose else self._order,
             "drawn": self._drawn.at(start),
+            "drawn_ahead": (self._drawn.count, self._drawn.at(self._drawn.count)) if self._num_workers and self._sampler else None,
             "forked": self._between.forked,
             "ahead": ahead,
             "now": self._parts.present(),
@@ -454,30 +457,41 @@ class Bookmark:
         self._order, self._changed_later = {**split(self._parts.born.lost())[1], **known}, []
 
     def _noted(self, indices: Iterator[Any]) -> Iterator[Any]:
-        self._drawn.begin()
+        self._drawn.go_on(0, 0)
         for number, index in enumerate(indices):
             if not number:
                 self._note_order({})
             self._drawn.add(index)
             yield index
 
-    def _compare_drawn(self, indices: list[Any], then: int | None) -> None:
-        """Compares the indices that were drawn again with those of before the failure, by the digest that these had."""
-        self._drawn.begin()
-        for index in indices:
-            self._drawn.add(index)
-        now = self._drawn.at(len(indices))
+    def _compare_drawn(self, now: int | None, then: int | None, count: int) -> None:
+        """Compares the digest of the first indices, which were drawn again, with the one of before the failure."""
         if None in (then, now) or then == now or self._insists:
             return
         why = (
             f"the sampler of the loader of a {type(getattr(self._loader, 'dataset', self._loader)).__name__} draws other indices than "
-            f"before the failure where it is asked for the first {len(indices)} again: its order changes in the middle of an epoch, by an "
+            f"before the failure where it is asked for the first {count} again: its order changes in the middle of an epoch, by an "
             "attribute that the training sets, or by numbers of the process. Let it change when an epoch begins, draw the order of an "
             "epoch at once, or say with data_resume='skip' that it does not matter"
         )
         if not (self._may_lose or self._between.named):
             raise StateError(why)
         log.warning("%s", why)
+
+    def _go_on_drawing(self, indices: Iterator[Any], ahead: tuple[int, int | None]) -> Iterator[Any]:
+        """The indices that follow; those that had been drawn ahead of the batches before the failure are compared as well."""
+        count, then = ahead
+        for index in indices:
+            self._drawn.add(index)
+            if self._drawn.count == count:
+                self._compare_drawn(self._drawn.at(count), then, count)
+            yield index
+        if self._drawn.count < count:
+            self._compare_drawn(0, then, count)
+
+    def _drawing(self) -> tuple[Any, ...]:
+        """The states of all generators that a sampler in this process may draw from."""
+        return randomness(), generator_states(self._parts.generators)
 
     def _put(self, then: dict[str, Any], position: dict[str, Any]) -> None:
         """Puts the loader's parts as they were, unless states of their own count more."""
@@ -521,20 +535,29 @@ class Bookmark:
         with unchanged_randomness():
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
             before = script_states()
-            drawn = [next(inner, None)]
+            drawn = [*itertools.islice(inner, 1)]
             order = {} if self._may_lose else position.get("order", {})  # snapshots in storage may be older
             refuse_gone(order, self.lost_now(order))
             self._note_order(order)
-            drawn += [next(inner, None) for _ in range(first - 1)]
-            self._compare_drawn(drawn[:first], position.get("drawn"))
+            # One that draws each index when it is asked for it, in the process that trains, goes on with the generators as they are.
+            is_anew = first > 1 and not self._num_workers
+            while len(drawn) < first:
+                before_next = self._drawing() if is_anew and len(drawn) <= _LOOKED_AT else None
+                if (index := next(inner, _END)) is _END:
+                    break
+                is_anew = is_anew and (before_next is None or before_next != self._drawing())
+                drawn.append(index)
+            now, then = digest_of(drawn[:first]), position.get("drawn")
+            if not is_anew:
+                self._compare_drawn(now if len(drawn) >= first else 0, then, first)
+            self._drawn.go_on(first, now if then is None else then)
             used = {name: state for name, state in script_states().items() if state != before.get(name)}
         if first and not self._num_workers:
             self._parts.put(present)
         else:  # indices are drawn ahead of the batches: the sampler goes on with the script's generators from here
             set_generator_states(script_generators(), used)
-        for index in itertools.chain([] if first else drawn, inner):  # with nothing to skip, the first index belongs to that moment
-            self._drawn.add(index)
-            yield index
+        # With nothing to skip, the first index belongs to that moment.
+        yield from self._go_on_drawing(itertools.chain([] if first else drawn, inner), position.get("drawn_ahead") or (0, None))
 
     def for_workers(self) -> dict[str, Any]:
         """The loader's collate_fn and worker_init_fn, extended by what keeps the workers' states."""

@@ -78,7 +78,8 @@ def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize) -
         branch_randomness(_stream(resize.rank, batches))
         begin["random"] = randomness()
     workers: dict[int, State] = {}
-    changes = {"facts": then | {BATCHES: now[BATCHES]}, "begin": begin, "batches": batches, "workers": workers, "drawn": None}
+    changes = {"facts": then | {BATCHES: now[BATCHES]}, "begin": begin, "batches": batches, "workers": workers}
+    changes |= dict.fromkeys(("drawn", "drawn_ahead"))
     moments = {name: _own(position[name], resize) for name in ("now", "first", "sampler") if position[name] is not None}
     return position | changes | moments
 

@@ -202,7 +202,7 @@ class AttributeReturn:
         for name, value in saved.items():
             current = fields.get(name)
             given = self.give(current, value, f"{where}.{name}")
-            if value[0] == "kept" or (given is current and name in fields):
+            if value[0] in ("kept", "method") or (given is current and name in fields):
                 continue
             if isinstance(owner, nn.Module):
                 setattr(owner, name, given)

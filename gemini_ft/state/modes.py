@@ -218,7 +218,11 @@ def own_values(modules: Modules) -> dict[str, Any]:
 
 
 def hooks_beside(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
-    """The script's own hooks of optimizers, and of all modules and optimizers of the process, by name."""
+    """The script's own hooks of optimizers, and of all modules and optimizers of the process, by name.
+
+    Without methods of these optimizers, whose attributes are captured with them.
+    """
+    given = set(map(id, optimizers.values()))
     tables = {
         f"{name}.{kind}": getattr(optimizer, f"_optimizer_step_{kind}", {})
         for name, optimizer in optimizers.items()
@@ -226,8 +230,11 @@ def hooks_beside(optimizers: Mapping[str, Optimizer]) -> dict[str, Any]:
     }
     tables |= {"optimizers.pre_hooks": _global_optimizer_pre_hooks, "optimizers.post_hooks": _global_optimizer_post_hooks}
     tables |= {f"modules.{kind}": getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS}
-    # The package's own, of which there may be more or fewer in the process that resumes, do not count.
-    return {f"{kind}.{index}": hook for kind, table in tables.items() for index, hook in enumerate(filter(is_of_script, table.values()))}
+    own = {  # by number of the script's own: of the package's there may be more or fewer in the process that resumes
+        kind: [hook for hook in table.values() if is_of_script(hook) and id(getattr(hook, "__self__", None)) not in given]
+        for kind, table in tables.items()
+    }
+    return {f"{kind}.{index}": hook for kind, hooks in own.items() for index, hook in enumerate(hooks)}
 
 
 def _own_hooks(module: nn.Module) -> dict[str, Any]:

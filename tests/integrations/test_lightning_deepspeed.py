@@ -138,6 +138,12 @@ def test_weights_that_are_written_between_two_steps_are_named_and_at_each_step_r
         assert "are not what their masters give" in str(said)
 
 
+def test_weights_that_are_written_uncounted_are_looked_for_at_the_first_snapshots_however_rare_they_are(tmp_path: Path) -> None:
+    with World(tmp_path, 1) as ranks:
+        (said,) = ranks.outcome(writes_weights, str(tmp_path), 0, False, GEMINI_INTERVAL="3")
+    assert "are not what their masters give" in str(said)
+
+
 def saved(folder: Path) -> str:
     """The first checkpoint file that a run has kept."""
     return str(min((folder / "root").rglob("step=*")))

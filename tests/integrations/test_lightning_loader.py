@@ -7,6 +7,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import Value
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSamp
 
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.loaders.loader import ResumableIterable, make_resumable
+from gemini_ft.loaders.order import DrawnOrder, digest_of
 from gemini_ft.loaders.parts import LoaderParts
 from gemini_ft.state import codec
 
@@ -514,17 +516,19 @@ class Growing(Sampler[list[int]]):
             left = left[self.size :]
 
 
+@pytest.mark.parametrize("workers", [0, 2])  # with workers it changes for batches that were drawn ahead of those that have been used
 @pytest.mark.parametrize("kinder", [{"lenient": True}, {"method": "skip"}, {}], ids=["named", "insisted on", "refused"])
 @pytest.mark.parametrize("changed_at", [(1, 0), (1, 2)], ids=["before the epoch", "within it"])
 def test_an_order_that_the_training_changes_within_an_epoch_is_not_gone_on_with_as_if_it_were_the_same(
-    changed_at: tuple[int, int], kinder: dict[str, Any], caplog: pytest.LogCaptureFixture
+    changed_at: tuple[int, int], kinder: dict[str, Any], workers: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     def grow(loader: Any, moment: tuple[int, int]) -> None:
         if moment == changed_at or (changed_at[1] == 0 and moment == (0, 12)):
             loader.batch_sampler.size = 3
 
     def job() -> Job:
-        return Job(lambda: DataLoader(Noisy(), batch_sampler=Growing()), resumable=True, meanwhile=grow, **kinder)
+        make = partial(DataLoader, Noisy(), batch_sampler=Growing(), num_workers=workers)
+        return Job(make, resumable=True, meanwhile=grow, **kinder)
 
     state = codec.decode(codec.encode(job().run(range(2), (1, 4))))
     after = job()
@@ -534,10 +538,42 @@ def test_an_order_that_the_training_changes_within_an_epoch_is_not_gone_on_with_
     assert ("draws other indices than before the failure" in caplog.text) is (changed_at[1] > 0 and "lenient" in kinder)
 
 
+class Chosen(Sampler[list[int]]):
+    """Each batch is drawn when it is asked for, from generators that the samples draw from too, by weights that the training sets."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(SAMPLES)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(6):
+            yield torch.multinomial(self.weights, BATCH).tolist()
+
+
+@pytest.mark.parametrize("stop", [(0, 4), (1, 1), (1, 5)])
+def test_a_sampler_that_draws_each_batch_when_it_is_asked_goes_on_as_it_was(stop: tuple[int, int]) -> None:
+    def weigh(loader: Any, moment: tuple[int, int]) -> None:
+        loader.batch_sampler.weights[moment[1]] += 3
+
+    check_going_on(lambda: DataLoader(Noisy(), batch_sampler=Chosen()), stop, meanwhile=weigh)
+
+
+def test_digests_of_an_order_are_few_and_those_of_the_same_numbers_are_the_same() -> None:
+    batches: list[Any] = [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), np.int64(2)]]
+    assert len({digest_of([batch]) for batch in batches}) == 1
+    assert len({digest_of([batch]) for batch in ([1, 2], [2, 1], [12], ["1", "2"], [(0, 1), (0, 2)])}) == 5
+    assert digest_of([[1, object()]]) is None
+    order = DrawnOrder()
+    for index in range(10_000):
+        order.add(index)
+    assert order.at(9_990) == digest_of([*range(9_990)])
+    assert (order.at(1), order.at(10_001)) == (None, None)
+
+
 def test_a_position_of_an_older_version_has_nothing_to_compare_the_order_with() -> None:
     def make() -> DataLoader[torch.Tensor]:
         return DataLoader(Noisy(), batch_sampler=Growing())
 
     state = Job(make, resumable=True).run(range(2), (1, 4))
     assert state["loader"].pop("drawn") is not None
+    del state["loader"]["drawn_ahead"]
     Job(make, resumable=True).run(range(1, 2), first=state)

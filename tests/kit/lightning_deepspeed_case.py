@@ -142,8 +142,11 @@ def train(case: Case, out: str, plain: bool = False) -> dict[str, Any]:
     return said
 
 
-def writes_weights(out: str, at: int) -> list[str]:
-    """Writes a weight between two steps, and no master: after the step of this number, or after each one (0). Returns what was told."""
+def writes_weights(out: str, at: int, counted: bool = True) -> list[str]:
+    """Writes a weight between two steps, and no master: after the step of this number, or after each one (0). Returns what was told.
+
+    ``counted``: whether torch counts the writes.
+    """
     warnings.simplefilter("ignore")
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
     import lightning.pytorch
@@ -164,7 +167,8 @@ def writes_weights(out: str, at: int) -> list[str]:
         def on_train_batch_end(self, *_: Any) -> None:
             if at in (0, self.global_step):
                 with torch.no_grad():
-                    next(self.net.parameters()).clamp_(-0.01, 0.01)
+                    weight = next(self.net.parameters())
+                    (weight if counted else weight.data).clamp_(-0.01, 0.01)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), 1e-2)

@@ -184,6 +184,35 @@ def test_hooks_of_optimizers_go_on_with_their_generators_and_counts(of_all: bool
     handles.pop().remove()
 
 
+class Counted(torch.optim.SGD):
+    """Has a method of its own as a hook."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.calls = 0
+        self.register_step_post_hook(self.count)
+
+    def count(self, *_: object) -> None:
+        self.calls += 1
+
+
+def test_an_optimizer_with_a_method_of_its_own_as_a_hook_is_captured_as_others_are(caplog: pytest.LogCaptureFixture) -> None:
+    def built() -> tuple[Counted, PlainState]:
+        layer = nn.Linear(2, 2)
+        optimizer = Counted(layer.parameters())
+        return optimizer, PlainState.of(layer, optimizer, None)
+
+    optimizer, state = built()
+    for param in optimizer.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.05
+    again, fresh = built()
+    give(take(state), fresh)
+    assert (again.calls, again.param_groups[0]["lr"], len(again.state)) == (1, 0.05, 2)
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("before", [None, {"outer": None}], ids=["at the top", "inside"])
 def test_a_defaultdict_that_was_made_while_training_is_named(before: Any, caplog: pytest.LogCaptureFixture) -> None:
     """No snapshot has its function, and a new process does not have it either."""

@@ -59,23 +59,30 @@ class Helper:
 
 
 class Projecting(torch.optim.SGD):
-    """An object in the state of each parameter, as GaLore has it; for a small one its basis is None."""
+    """An object in the state of each parameter, as GaLore has it; for a small one its basis is None. It keeps a method when it is used."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         for param in self.param_groups[0]["params"]:
             if (projector := self.state[param].setdefault("projector", Projector())).turns % 3 == 0 and len(param) > 4:
                 projector.basis = torch.linalg.svd(param.grad, full_matrices=False)[2][:1]
-            projector.turns += 1
+            if not hasattr(projector, "kept"):
+                projector.kept = projector.turn
+            projector.kept()
             if projector.basis is not None:
                 param.grad = param.grad @ projector.basis.t() @ projector.basis
         return super().step()
 
 
 class Projector:
+    kept: Callable[[], None]
+
     def __init__(self) -> None:
         self.basis: torch.Tensor | None = None
         self.turns = 0
+
+    def turn(self) -> None:
+        self.turns += 1
 
 
 def optim(name: str, **options: Any) -> Make:
