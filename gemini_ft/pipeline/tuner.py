@@ -44,7 +44,7 @@ from gemini_ft.pipeline.measuring import Costs, ReadyTimes, measure, slowest
 from gemini_ft.pipeline.plan import Group, Tensor, are_exact, grouped, in_order
 from gemini_ft.pipeline.qualities import LOCAL, RING, WAYS
 from gemini_ft.pipeline.route_table import option_way
-from gemini_ft.pipeline.routes import Plain
+from gemini_ft.pipeline.routes import Plain, of_all_ranks
 from gemini_ft.pipeline.rules import PLANNED, payload_of_one_length
 from gemini_ft.trials import Trial, TrialRules
 
@@ -119,8 +119,11 @@ class Candidates:
         costs, nbytes = self._costs(number, "bf16", own), sum(tensor.nbytes for tensor in own)
         average = costs.encode.cost(nbytes) + costs.communicate.cost(nbytes) + costs.decode.cost(nbytes)
         known = computing or [self._forward + max(self._ready.values())]
-        alone = statistics.median_low(known) or inf  # steps differ, in their batches too; the first ones may be slow
-        found = slowest([alone + average / (self._averager.rules[number].apart.every or 1)], self._averager.group)[0]
+        # Steps differ, in their batches too, and the first ones may be slow. Ranks of one machine take processors from each other, a
+        # different one in each step: so their mean counts, and besides that no rank is quicker than in its quickest step.
+        everybody = of_all_ranks([statistics.median_low(known) or inf, min(known)], self._averager.group)
+        alone = max(statistics.fmean(typical for typical, _ in everybody), *(least for _, least in everybody))
+        found = alone + average / (self._averager.rules[number].apart.every or 1)
         return found if found < inf else None
 
     def _by_cupcake(self, number: int, own: Sequence[Tensor], way: str, label: str) -> list[Candidate]:
