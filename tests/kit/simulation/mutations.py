@@ -166,7 +166,6 @@ MUTATIONS = (
         "self._leftovers.update(keys)",
         "self._clearing.__enter__(); self._leftovers.update(keys); self._clearing.__exit__()",
         "the event loop waits for a deletion",
-        27,
     ),
     Mutation(
         "core.rounds:Round.complete",
@@ -219,7 +218,7 @@ MUTATIONS = (
         "a manifest is written by a host that does not lead any more",
         7,
     ),
-    Mutation("core.protocol:Host.hold", "slot.readers.add(reader)", "pass", "what is read may be overwritten", 6),
+    Mutation("core.protocol:Host.hold", "slot.readers.add(reader)", "pass", "what is read may be overwritten"),
     Mutation(
         "storage.decisions:superseded_by",
         "enough = len(kept) >= keep_last",
@@ -234,7 +233,7 @@ MUTATIONS = (
         "the shards of a checkpoint are deleted before its manifest",
         2,
     ),
-    Mutation("storage.shard:write_shard", "if committed is not None:", "if False:", "copies are uploaded that were damaged in memory", 15),
+    Mutation("storage.shard:write_shard", "if committed is not None:", "if False:", "copies are uploaded that were damaged in memory"),
     Mutation(
         "worker.resume_choice:Chooser._find",
         "in_doubt(self._holdings, refused | checked, memory)",
