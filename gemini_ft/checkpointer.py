@@ -911,7 +911,8 @@ def _log_to_stderr() -> None:
     root = logging.getLogger()
     if not _log.handlers and not root.handlers:
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("[gemini %(levelname).1s rank " + os.environ.get("RANK", "0") + "] %(message)s"))
+        handler.setFormatter(logging.Formatter("[gemini %(levelname).1s rank %(rank)s] %(message)s"))
+        handler.addFilter(lambda record: record.__dict__.setdefault("rank", os.environ.get("RANK") or "0"))  # of this attempt
         _log.addHandler(handler)
         _log.setLevel(logging.INFO)
     elif _log.level == logging.NOTSET and root.level == logging.WARNING:

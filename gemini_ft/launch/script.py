@@ -170,8 +170,9 @@ def _leave(status: int) -> None:
 def spare_operators() -> None:
     """Keeps exit handlers from unregistering torch's operators one by one, which takes longer than all that they do else."""
     registry: dict[Any, Any] = getattr(weakref.finalize, "_registry", {})
-    for finalizer in [each for each, call in registry.items() if getattr(call.func, "__module__", "") == "torch.library"]:
-        del registry[finalizer]
+    for finalizer, call in registry.copy().items():  # threads of the script may still add to it, or take away
+        if type(call.func) is types.FunctionType and call.func.__module__ == "torch.library":  # no proxy is asked
+            registry.pop(finalizer, None)
 
 
 def _run_script(script: str, copy: str | None, main: types.ModuleType) -> None:

@@ -286,7 +286,7 @@ class Chooser:
                 plan = plan_recovery(self._holdings, len(self._everyone), version, size, sorted(refused), self._resizable)
             if plan.kind == "memory":
                 assert plan.version is not None
-                if not self._drop_damaged(plan.version):
+                if plan.version in checked or not self._drop_damaged(plan.version):
                     return replace(plan, age=min(about.ages[plan.version] for about in self._everyone if plan.version in about.ages))
             elif plan.kind == "storage" and stored.manifest is not None:
                 if (staged := self._staged(plan, stored.manifest)) is not None:

@@ -494,6 +494,25 @@ def test_what_was_committed_before_the_state_grew_outlives_the_agent(job: Job) -
     assert bytes_of(LocalShard(rank.client, 0, job.version(2))) == content(0, 2, 4 * CHUNK)
 
 
+def test_a_slot_of_an_earlier_shape_that_another_worker_hands_back_late_is_not_granted(job: Job) -> None:
+    """The owner has the slots of its present shape by then, and does not map this one."""
+    ranks = job.start("b", "a", "a", holders={0: ["b"], 1: ["a"], 2: ["a"]})
+    job.commit(ranks, 1, 2)
+    for rank in ranks:
+        before = rank.fds
+        rank.reserve(8 * CHUNK)
+        for fd in before:
+            os.close(fd)
+    owner, keeper = ranks[1:]
+    eventually(lambda: bool(keeper.client.custody), "the owner's slot")
+    end_agent(job.run, "a")
+    owner.reconnect(job.version(2), 8 * CHUNK)
+    keeper.reconnect(job.version(2), 8 * CHUNK)
+    assert "complete:2" in job.stream("a")["shards"]["1"]
+    job.commit(ranks, 3, 4, 5, 6)
+    assert bytes_of(LocalShard(owner.client, 1, job.version(6))) == content(1, 6, 8 * CHUNK)
+
+
 def test_numbers_of_slots_that_a_dead_agent_gave_mean_nothing_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next agent numbers what it takes back anew, and its answer with the numbers comes too late."""
     monkeypatch.setenv("GEMINI_LOG_DIR", str(tmp_path))

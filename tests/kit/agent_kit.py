@@ -310,7 +310,7 @@ class Rank:
     def give_up(self, iteration: int) -> None:
         self.client.tell(GiveUp(iteration=iteration, reason="of the test"))
 
-    def reconnect(self, committed: Version | None, **hello_fields: Any) -> None:
+    def reconnect(self, committed: Version | None, nbytes: int = 4 * CHUNK, **hello_fields: Any) -> None:
         """As a worker does whose agent has died: start another, hand it what is held for it, and go on."""
         old = self.client
         kept = [*self.fds, *old.custody.values()]
@@ -321,7 +321,7 @@ class Rank:
         old.close()
         for fd in self.fds:
             os.close(fd)
-        self.reserve()
+        self.reserve(nbytes)
 
     def progress(self, iteration: int, suspended: bool = False) -> None:
         self.client.tell(Progress(iteration=iteration, suspended=suspended))

@@ -328,4 +328,5 @@ def refusals(cases: dict[str, Fitting]) -> dict[str, str]:
 if __name__ == "__main__":
     out, kind = sys.argv[1:]
     job = partial(fit, FITTED) if kind == "lightning" else partial(train, PLAIN)
-    Path(f"{out}.{os.environ['RANK']}").write_text(json.dumps(gemini_ft.run(partial(job, 10**9)), default=str))
+    result = json.dumps(gemini_ft.run(partial(job, 10**9)), default=str)
+    Path(f"{out}.{os.environ['RANK']}").write_text(result)  # the rank of the last attempt

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import logging
 import os
 import signal
 import socket
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import gemini_ft
-from gemini_ft import accelerator
+from gemini_ft import accelerator, checkpointer
 from gemini_ft.agent import lifecycle
 from gemini_ft.agent.client import AgentClient
 from gemini_ft.errors import ConfigError, UnsupportedStateError
@@ -300,6 +301,20 @@ def test_a_worker_that_cannot_join_leaves_no_thread_behind(monkeypatch: pytest.M
     finally:
         checkpointer.close(finished=False)
         lifecycle.leave(os.environ["GEMINI_RUN_ID"])
+
+
+def test_lines_of_a_worker_that_stays_have_the_rank_of_the_moment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is another one when hosts have gone or come."""
+    log = logging.Logger("gemini_ft")
+    monkeypatch.setattr(checkpointer, "_log", log)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    for rank in "21":
+        monkeypatch.setenv("RANK", rank)
+        checkpointer._log_to_stderr()
+        log.warning("said")
+    assert capsys.readouterr().err == "[gemini W rank 2] said\n[gemini W rank 1] said\n"
 
 
 def test_a_fault_outlives_the_checkpointer_that_was_the_last_to_join(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ def unregister():  # not where the interpreter is not taken apart
     assert sys.argv[1] == "0" or print("unregistered", flush=True)
 unregister.__module__ = "torch.library"
 weakref.finalize(last, unregister), weakref.finalize(last, print, "finalizer", flush=True)
+weakref.finalize(last, weakref.proxy(type("Gone", (), {})())).atexit = False  # nobody may look at it
 atexit.register(lambda: print("exit handler", sys.last_value, flush=True))
 threading.Thread(target=lambda: (time.sleep(0.3), print("thread", flush=True))).start()
 raise ValueError("the reason")

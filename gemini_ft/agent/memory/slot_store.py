@@ -114,7 +114,7 @@ class SlotStore:
         slots = self._host.slots(owner)
         same = [index for (of, index), held in self.memory.items() if of == owner and held.inode == memory.inode]
         if same and not shared:
-            slots.slots[same[0]].retired = self._host.is_stranger(owner)  # its writer has come to us
+            slots.slots[same[0]].retired = self._host.is_stranger(owner) or self.is_outgrown(memory)  # its writer has come to us
             self._donors[owner, same[0]] = donor
         if same:
             memory.close()  # from another worker, or from one that only believed this agent to be dead
@@ -124,7 +124,7 @@ class SlotStore:
             return False
         self._budget.take_over(memory.shape.total)
         index = max(slots.slots, default=-1) + 1
-        self._host.adopt(owner, index, memory.version, memory.root, memory.committed).retired |= shared
+        self._host.adopt(owner, index, memory.version, memory.root, memory.committed).retired |= shared or self.is_outgrown(memory)
         self.memory[owner, index], self._donors[owner, index] = memory, donor
         return memory.version is not None
 
