@@ -349,7 +349,7 @@ class Checkpointer:
                 "elastic='batch' is for plain loops, Fabric and Lightning's Trainer under DDP or FSDP2, and for DeepSpeed's engines with "
                 "ZeRO 1 to 3 in loops of their own and under Lightning; leave it out here (docs/elastic.md)"
             )
-        _log_to_stderr()
+        log_to_stderr()
         if isinstance(self._bound, PlainState):
             self._bound.remember()
         self._hyperparameters.note(self._bound.hyperparameters)
@@ -903,7 +903,7 @@ def _draw_apart(extras: Iterable[Any]) -> bool:
     return not others or any(other != first for other in others)
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
     """Lets a user without any logging set-up see the messages about the job.
 
     A first ``logging.warning()`` of the script's own, which gives the root logger a handler and leaves its level, is no set-up.

@@ -307,12 +307,12 @@ def test_lines_of_a_worker_that_stays_have_the_rank_of_the_moment(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It is another one when hosts have gone or come."""
-    log = logging.Logger("gemini_ft")
-    monkeypatch.setattr(checkpointer, "_log", log)
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    log = logging.getLogger("gemini_ft")
+    for each in (log, logging.getLogger()):
+        monkeypatch.setattr(each, "handlers", [])
     for rank in "21":
         monkeypatch.setenv("RANK", rank)
-        checkpointer._log_to_stderr()
+        checkpointer.log_to_stderr()
         log.warning("said")
     assert capsys.readouterr().err == "[gemini W rank 2] said\n[gemini W rank 1] said\n"
 
