@@ -86,6 +86,22 @@ def saving(folder: Path | str, **options: Any) -> Callable[[], Any]:
     return lambda: ModelCheckpoint(folder, "{step}", every_n_train_steps=2, save_top_k=-1, **options)
 
 
+def dying(then: Callable[[], object]) -> type[Case]:
+    """A case that calls ``then`` before it crashes."""
+
+    class Dying(Case):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if self.crash == (self.current_epoch, batch_idx):
+                then()
+            return super().training_step(batch, batch_idx)
+
+    return Dying
+
+
+def lost(*_: Any) -> Any:
+    raise RecoveryError("a host was lost")
+
+
 def loaded(folder: Path) -> dict[str, Any]:
     """Name -> content of each file."""
     return {path.name: torch.load(path, weights_only=False) for path in folder.iterdir()}
@@ -187,26 +203,17 @@ def test_a_file_that_a_failure_has_prevented_is_made_up_for_or_named(
             raise RecoveryError("dead")
         return reading(tensors)
 
-    class Dying(Case):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if self.crash == (self.current_epoch, batch_idx):
-                dead.set()
-            return super().training_step(batch, batch_idx)
-
     def newest() -> Any:
         names.append(sorted(path.name for path in folder.glob("*")))
         return ModelCheckpoint(folder, "{step}", every_n_train_steps=4, save_top_k=1, monitor="step", mode="max")
 
-    def missing(*_: Any) -> Any:
-        raise RecoveryError("a host was lost")
-
     monkeypatch.setattr(checkpoint_io.WholeTensors, "read", read)
     fit(Case, table, "ddp", callbacks=[saving(tmp_path / "plain")], enable_checkpointing=True)
     with pytest.raises(Boom):
-        fit(Dying, table, "gemini", CRASH, callbacks=[newest], **options)
+        fit(dying(dead.set), table, "gemini", CRASH, callbacks=[newest], **options)
     alive.set()
     if not is_there:
-        monkeypatch.setattr(checkpoint_io, "shards_of", missing)
+        monkeypatch.setattr(checkpoint_io, "shards_of", lost)
     if "without" in why:
         del options["plugins"]
     with pytest.raises(Boom):
@@ -231,19 +238,13 @@ def test_a_failure_is_told_and_none_of_its_files_also_if_it_cannot_wait_for_them
                 raise RuntimeError("interrupted")
             return super().exception(timeout)
 
-    class Dying(Case):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if self.crash == (self.current_epoch, batch_idx):
-                calls.clear()
-            return super().training_step(batch, batch_idx)
-
     def newest() -> Any:
         return ModelCheckpoint(tmp_path / "files", "{step}", every_n_train_steps=4, save_top_k=-1)
 
     calls.append(0)
     monkeypatch.setattr(checkpoint_io, "Future", Interrupted)
     with pytest.raises(Boom):
-        fit(Dying, table, "gemini", (0, 5), callbacks=[newest], enable_checkpointing=True, plugins=[GeminiCheckpointIO()])
+        fit(dying(calls.clear), table, "gemini", (0, 5), callbacks=[newest], enable_checkpointing=True, plugins=[GeminiCheckpointIO()])
     assert len(calls) > 1
     assert [path.name for path in (tmp_path / "files").iterdir()] == ["step=4.ckpt"]
 
@@ -267,23 +268,14 @@ def test_a_link_is_there_before_its_file_and_keeps_no_start_from_going_on_if_tha
             raise RecoveryError("dead")
         return reading(tensors)
 
-    class Dying(Case):
-        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            if self.crash == (self.current_epoch, batch_idx):
-                dead.set()
-            return super().training_step(batch, batch_idx)
-
-    def missing(*_: Any) -> Any:
-        raise RecoveryError("a host was lost")
-
     options: dict[str, Any] = {"enable_checkpointing": True, "plugins": [GeminiCheckpointIO()], "before": last, "callbacks": [files]}
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint_io.WholeTensors, "read", read)
         with pytest.raises(Boom):
-            fit(Dying, table, "gemini", CRASH, **options)
+            fit(dying(dead.set), table, "gemini", CRASH, **options)
     assert os.readlink(tmp_path / "files" / "last.ckpt") == "step=8.ckpt"
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint_io, "shards_of", missing)
+        patched.setattr(checkpoint_io, "shards_of", lost)
         with pytest.raises(Boom):
             fit(Case, table, "gemini", (1, 4), **options)
     assert "step=8.ckpt: not known to be written before the failure, and it cannot be now: a host was lost" in caplog.text
