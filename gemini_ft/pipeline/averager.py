@@ -79,6 +79,11 @@ class Averager:
         self.on_begin: Callable[[], None] = lambda: None  # before the first gradient of a step is taken
 
     @property
+    def may_part(self) -> bool:
+        """Whether ranks may come to train alone, by ``quality: loss``."""
+        return any(rule.quality == "loss" for rule in self.rules)
+
+    @property
     def plan(self) -> Plan:
         """The groups in the order in which they travel. Another plan may be set between steps."""
         return self._plan

@@ -388,7 +388,7 @@ class BodyWithOuter(Body):
     @property
     def lets_ranks_differ(self) -> bool:
         """Whether parameters and optimizer state are each rank's own between two averages."""
-        return self._outer is not None or any(rule.quality == "loss" for rule in self.averager.rules)
+        return self._outer is not None or self.averager.may_part
 
     @property
     def is_elastic(self) -> bool:

@@ -134,7 +134,7 @@ class GradientSynchronizer(BodyWithOuter):
         if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph) and any(rule.compress is not None for rule in rules):
             self._note_steps = register_optimizer_step_post_hook(weak_hook(self._stepped))
             self._handles.append(self._note_steps)
-        if own is not None and any(rule.quality == "loss" for rule in rules):
+        if own is not None and self.averager.may_part:
             self._handles.append(register_optimizer_step_pre_hook(weak_hook(self._step_begins)))
         if ddp is not None:
             self._buckets = DdpBuckets(self, otherwise)
@@ -170,7 +170,7 @@ class GradientSynchronizer(BodyWithOuter):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict`; see `Body.load_state_dict`."""
-        if any(rule.quality == "loss" for rule in self.averager.rules):
+        if self.averager.may_part:
             with self._explaining():
                 self._train_as_in(state)
         super().load_state_dict(state)

@@ -319,8 +319,7 @@ class Tuner:
 
     def _watch(self) -> None:
         """Keeps averages apart from what is computed in steps that are watched, if training alone is predicted from them."""
-        is_compared = any(rule.quality == "loss" for rule in self._averager.rules)
-        self._averager.is_apart = is_compared and not (self.settled or self._trials)
+        self._averager.is_apart = self._averager.may_part and not (self.settled or self._trials)
 
     def _plan(self) -> None:
         tensors, forward, ready = self._order()
