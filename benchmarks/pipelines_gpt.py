@@ -141,7 +141,7 @@ def code_of(row: str) -> str:
         parts.append(str(load_rules(pipeline)))
         folders = [package / "pipeline", package.parent / "sync", package.parent / "compression"]
         paths += [path for folder in folders for path in sorted(folder.glob("*.py"))]
-        paths += [package / name for name in ("trials.py", "truncation.py", "ordered.py")]
+        paths += [package / name for name in ("trials.py", "ordered.py")]
     return blake2b("\n".join([*parts, *(_bare(path.read_text()) for path in paths)]).encode(), digest_size=8).hexdigest()
 
 

@@ -15,10 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gemini_ft import truncation
 from gemini_ft.validation import Seed, checked
 
-from . import kernels
+from . import kernels, truncation
 from .base import Bundle, Compressor, Payload, Primitive, Summed, Turn, cut, join
 from .buffers import BUFFERS
 from .quantise import inverse, magnitudes
@@ -162,7 +161,7 @@ class Inceptionn(Compressor):
     """Sends each element as a word of 0, 8, 16 or 32 bits, by its magnitude, and a tag of 2 bits. No element is off by 2^-bound.
 
     Elements from 1 on, infinities and NaN travel as they are; below 2^-bound they wait in the residual. The paper keeps none
-    (``feedback=0``). `gemini_ft.truncation` has the format. The exchange of the paper, in which sums travel truncated too, is
+    (``feedback=0``). `truncation` has the format. The exchange of the paper, in which sums travel truncated too, is
     `gemini_ft.sync.ring`.
 
     ``bound``: b of the error bound 2^-b, from 1 to 14; the paper's are 6, 8 and 10.

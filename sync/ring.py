@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from gemini_ft import truncation
+from gemini_ft.compression import truncation
 from gemini_ft.validation import Seed, checked
 
 from . import wire
@@ -70,9 +70,9 @@ class EncodedRing(Scheme):
 class InceptionnRing(EncodedRing):
     """The exchange of INCEPTIONN (Li et al., MICRO 2018, section IV): every message of the ring carries truncated values.
 
-    Each is a gradient, or a sum of gradients, truncated as in `gemini_ft.truncation`. With n ranks a value is truncated n times on its way,
-    so it is off by less than n 2^-bound beside the roundings of float32, in which values are added. Infinities and NaN travel as they are.
-    For error feedback there is `gemini_ft.compression.cast`.
+    Each is a gradient, or a sum of gradients, truncated as in `gemini_ft.compression.truncation`. With n ranks a value is truncated n times
+    on its way, so it is off by less than n 2^-bound beside the roundings of float32, in which values are added. Infinities and NaN
+    travel as they are. For error feedback there is `gemini_ft.compression.cast`.
 
     ``bound``: b of the error bound 2^-b, from 1 to 14, in units of the gradients that are added up; the paper's are 6, 8 and 10.
     """

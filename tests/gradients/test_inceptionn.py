@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rank_kit import on_ranks
 
-from gemini_ft import truncation
-from gemini_ft.compression import Inceptionn, create, reduce
+from gemini_ft.compression import Inceptionn, create, reduce, truncation
 from gemini_ft.compression.base import Bundle, Turn
 from gemini_ft.sync import InceptionnRing
 

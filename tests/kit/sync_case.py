@@ -19,7 +19,7 @@ import switch_kit
 import torch
 import torch.distributed as dist
 
-from gemini_ft import truncation
+from gemini_ft.compression import truncation
 from gemini_ft.sync import auto, backends, wire
 from gemini_ft.sync.auto import Auto, candidates
 from gemini_ft.sync.base import Scheme, line_of

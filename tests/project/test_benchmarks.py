@@ -105,7 +105,7 @@ def test_a_cell_of_the_gpt_is_measured_again_where_anything_behind_it_has_change
     with monkeypatch.context() as patch:
         patch.setattr(platform, "python_version", lambda: "3.0")
         assert [now == then for now, then in zip(cells(), before, strict=True)] == [False, False]
-    for file in ("testing/network.py", "gemini_ft/trials.py", "gemini_ft/truncation.py", "gemini_ft/ordered.py"):
+    for file in ("testing/network.py", "gemini_ft/trials.py", "compression/truncation.py", "gemini_ft/ordered.py"):
         ring = pipelines_gpt.code_of("ring8")
         with monkeypatch.context() as patch:
             patch.setattr(
