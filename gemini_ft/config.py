@@ -145,7 +145,7 @@ class StorageConfig(_Model):
 class TrafficConfig(_Model):
     """Options for the way replicas travel beside the training's own traffic."""
 
-    transport: Literal["tcp", "collective"] = Field("tcp", description="The processes that carry replicas: agents (tcp), or workers through sub-buffers in a process group of their own (collective).")
+    transport: Literal["tcp", "rdma", "collective"] = Field("tcp", description="The way that replicas travel: agents send them (tcp), agents read them from each other's memory through network cards that can (rdma), or workers carry them through sub-buffers in a process group of their own (collective).")
     when: Literal["idle", "ready"] = Field("idle", description="Send while the training's network is idle, or as soon as a chunk is ready.")
     profile_steps: int = Field(20, ge=2, description="Steps of the same order of collectives that make a profile of them.")
     gamma: float = Field(0.8, gt=0, le=1, description="Part of each idle span that is used; the rest is for jitter.")
@@ -248,8 +248,8 @@ class GeminiConfig(_Model):
             raise ValueError(f"logical_ranks={self.logical_ranks} with elastic={self.elastic!r}: they are for elastic='exact'; give that, or leave them out")
         if self.chunk_bytes % 64:
             raise ValueError(f"chunk_bytes={self.chunk_bytes} must be a multiple of 64, so that no element is cut")
-        if self.encrypt and self.traffic.transport == "collective":
-            raise ValueError("encrypt=True with traffic.transport='collective': process groups encrypt nothing; choose traffic.transport='tcp'")
+        if self.encrypt and (transport := self.traffic.transport) != "tcp":
+            raise ValueError(f"encrypt=True with traffic.transport={transport!r}, which encrypts nothing; choose traffic.transport='tcp'")
         return self
 
     def refuse_elastic(self, environ: Mapping[str, str]) -> None:

@@ -26,6 +26,7 @@ from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.worker_messages import Custody, SessionSpec, ToWorker
 
 if TYPE_CHECKING:
+    from gemini_ft.agent.replication.rdma import Rdma
     from gemini_ft.agent.stream import Stream
 
 
@@ -67,6 +68,7 @@ class RunContext:
 
     def __init__(self, run_id: str, host: str, files: SlotFiles | None = None) -> None:
         self.run_id, self.host = run_id, host
+        self.rdma: Rdma | None = None  # the process that reads slots of other hosts, once there is one
         self.files = files  # where slots are made; None: in memory without a name
         self.secret = b""  # known to all agents of the run; empty until a worker brings it
         self.budget = Budget(None)  # bytes that the slots of all streams may take

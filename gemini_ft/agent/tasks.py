@@ -26,6 +26,10 @@ class Tasks:
     def busy(self) -> bool:
         return bool(self._tasks)
 
+    async def over(self) -> None:
+        """Waits for those that are under way now."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
     def cancel(self) -> None:
         for task in self._tasks:
             task.cancel()

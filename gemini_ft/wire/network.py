@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import ipaddress
 import os
 import socket
@@ -168,6 +169,30 @@ def processors_near(address: str) -> set[int]:
     except (OSError, ValueError):
         return set()
     return set(listed or ()) & os.sched_getaffinity(0)
+
+
+def rdma_variables(addresses: Sequence[str]) -> dict[str, str]:
+    """Variables by which UCX uses the RDMA devices of these networks, or all there are where it is not known which those are.
+
+    Between addresses of the loopback it uses TCP, so that it can be tried.
+
+    Raises ConfigError: this host has no RDMA device.
+    """
+    if all(map(is_loopback, addresses)):
+        return {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}
+    if not any(SYSTEM.glob("class/infiniband/*")):
+        text = "has no RDMA device, and UCX's TCP does not prove who sends; choose traffic.transport='tcp'"
+        raise ConfigError(f"traffic.transport='rdma': this host ({', '.join(addresses)}) {text}")
+    names = [name for name, found in _addresses().items() if not {*found}.isdisjoint(addresses)]
+    near = [f"{device.name}:1" for name in names for device in SYSTEM.glob(f"class/net/{name}/device/infiniband/*")]
+    return {"UCX_TLS": "^tcp"} | ({"UCX_NET_DEVICES": ",".join(near)} if near else {})
+
+
+def check_rdma(addresses: Sequence[str]) -> None:
+    """Raises ConfigError: NIXL is not installed, or this host has no RDMA device."""
+    if importlib.util.find_spec("nixl") is None:
+        raise ConfigError("traffic.transport='rdma' needs NIXL: pip install 'gemini-ft[rdma]', or choose traffic.transport='tcp'")
+    rdma_variables(addresses)
 
 
 def _addresses() -> dict[str, list[str]]:

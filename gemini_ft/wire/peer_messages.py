@@ -122,19 +122,45 @@ class Ack(Message):
     ok: bool
 
 
-class Parcel(Message):
-    """Announces that a piece of a chunk is on its way from worker to worker."""
+class Piece(Message):
+    """A piece of a chunk that comes by another way than a lane; ``tag`` is its number in the sender's session."""
 
     chunk: Chunk
     start: int  # in the chunk
     nbytes: int
     tag: int
-    source: int  # rank
+    source: int = -1  # rank of the worker that sends it; -1: none does
+
+
+class Parcel(Piece):
+    """Announces that a piece is on its way from worker to worker."""
+
     target: int
 
 
+class Exposed(Message):
+    """Says how slots of this host are found, of which pieces may be read."""
+
+    name: str
+    metadata: bytes  # NIXL's
+    key: bytes  # of the tags of pieces on this connection
+
+
+class Readable(Piece):
+    """Asks the receiver to read a piece."""
+
+    address: int
+    seal: bytes  # its tag of AES-GMAC
+
+
+class Taken(Message):
+    """Reports that a piece was read."""
+
+    tag: int
+
+
 class Astray(Message):
-    """Reports that pieces did not arrive by way of workers: send them from agent to agent."""
+    """Reports that pieces did not arrive by way of workers or by RDMA: send them from agent to agent."""
 
     text: Text
 
@@ -332,10 +358,10 @@ class Data(ShardAnswer):
 
 
 PeerMessage = (
-    Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Astray | Unchanged | Resend | ReportUploaded
-    | ReportFinished | Heartbeat | ReportNeed | Rejoin | Relayed | Admitted | Silent | WayUp | UploadSoon | DrainHost | AllFinished | Fetch
-    | Describe | Description | GetRoots | Roots | Data | Chunk | Failed | Notice | Paced | Completed | Copies | Gathered | GatheredSkips
-    | Skipped | Examine | Examined | Autopsied | ReportWork | Stragglers | AskAccount | ReportAccount
+    Claims | Accepted | Offer | Ready | Refused | Begin | End | Drop | Ack | Parcel | Exposed | Readable | Taken | Astray | Unchanged
+    | Resend | ReportUploaded | ReportFinished | Heartbeat | ReportNeed | Rejoin | Relayed | Admitted | Silent | WayUp | UploadSoon
+    | DrainHost | AllFinished | Fetch | Describe | Description | GetRoots | Roots | Data | Chunk | Failed | Notice | Paced | Completed
+    | Copies | Gathered | GatheredSkips | Skipped | Examine | Examined | Autopsied | ReportWork | Stragglers | AskAccount | ReportAccount
     | Commit | Abort | Holders | Thaw | Fatal
 )  # fmt: skip
 peers: Channel[PeerMessage] = Channel(PeerMessage)

@@ -39,7 +39,7 @@ from gemini_ft.recovery.plan import RecoveryPlan, describe
 from gemini_ft.recovery.readers import ShardReaders
 from gemini_ft.storage.checkpoints import recall_on_host
 from gemini_ft.wire.messages import PROTOCOL_VERSION
-from gemini_ft.wire.network import bind_addresses, is_loopback
+from gemini_ft.wire.network import bind_addresses, check_rdma, is_loopback
 from gemini_ft.wire.peer_messages import Claims
 from gemini_ft.wire.trust import fingerprint, read_secret
 from gemini_ft.wire.worker_messages import GetInventory, Hello, HostInfo, Inventory, Launch, Opened, OpenSession, SessionSpec, ToWorker
@@ -315,6 +315,8 @@ def _agree(
 
 def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes, launch: Launch) -> Hello:
     bind = bind_addresses(config.interface)
+    if config.traffic.transport == "rdma":
+        check_rdma(bind)
     return Hello(
         run=run,
         stream=stream,

@@ -19,7 +19,21 @@ from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.frames import BlockingWire
 from gemini_ft.wire.messages import Chunk
-from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Drop, End, Offer, Parcel, PeerMessage, Refused, Resend
+from gemini_ft.wire.peer_messages import (
+    Ack,
+    Astray,
+    Begin,
+    Drop,
+    End,
+    Exposed,
+    Offer,
+    Parcel,
+    PeerMessage,
+    Readable,
+    Refused,
+    Resend,
+    Taken,
+)
 
 NBYTES = 64  # of a shard, in two chunks
 
@@ -36,6 +50,7 @@ class Room:
         self.collected: list[tuple[Parcel, SlotMemory | None]] = []
         self.log_lines: list[str] = []
         self.host_name = "b"
+        self.fabric = asyncio.Event()  # brings what is to be read
 
     def check_sender(self, sender: str, owner: int) -> None:
         """Every host may bring every shard."""
@@ -76,6 +91,11 @@ class Room:
 
     def collect(self, parcel: Parcel, memory: SlotMemory | None, landed: object) -> None:
         self.collected.append((parcel, memory))
+
+    async def pull(self, exposed: Exposed, piece: Readable, memory: SlotMemory) -> None:
+        await self.fabric.wait()
+        at = piece.chunk.offset + piece.start
+        memory.data(at, piece.nbytes)[:] = CONTENT[at : at + piece.nbytes]
 
     def log(self, text: str) -> None:
         self.log_lines.append(text)
@@ -290,6 +310,42 @@ class TestPieces:
         workers.receiver.collected(0, 1, "")
         workers.receiver.collected(0, 1, "an error")
         assert not workers.wire.said
+
+
+class TestPiecesThatAreReadByRdma:
+    """The process that reads may still write to the memory of a shard: until the last read is over, nobody else gets it."""
+
+    @staticmethod
+    def story(room: Room, *messages: PeerMessage) -> tuple[list[int], list[PeerMessage]]:
+        """The shards whose memory is given up before the fabric brings anything, and all that was said."""
+
+        async def heard() -> tuple[list[int], list[PeerMessage]]:
+            wire, place = Wire(), parcel(1, 0, 32)
+            receiver = Receiver(room, wire, "a")  # type: ignore[arg-type]
+            receiver.on_message(begin(1))
+            for message in messages:
+                receiver.on_message(message)
+            receiver.on_message(Readable(chunk=place.chunk, start=0, nbytes=32, tag=1, address=0, seal=b""))
+            receiver.on_message(Drop(owner=0, iteration=1))
+            await asyncio.sleep(0)
+            before = [*room.failed]
+            room.fabric.set()
+            async with asyncio.timeout(10):
+                while not any(isinstance(message, Taken) for message in wire.said):
+                    await asyncio.sleep(0)
+            return before, wire.said
+
+        return asyncio.run(heard())
+
+    def test_keep_the_memory_of_a_shard_that_was_given_up(self, room: Room) -> None:
+        before, said = self.story(room, Exposed(name="a", metadata=b"", key=b""))
+        assert before == []
+        assert room.failed == [1]
+        assert said == [Ack(owner=0, iteration=1, ok=False), Taken(tag=1)]
+
+    def test_of_slots_that_nobody_has_told_of_are_not_read(self, room: Room) -> None:
+        assert self.story(room)[0] == [1]
+        assert bytes(room.memories[0].data(0, 32)) == bytes(32)
 
 
 class TestPiecesOfAShardThatWasGivenUp:

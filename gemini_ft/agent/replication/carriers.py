@@ -1,4 +1,4 @@
-"""The two ways in which a chunk gets to a peer's memory: this agent sends it itself, or has workers carry it.
+"""The ways in which a chunk gets to a peer's memory: this agent sends it, the peer's agent reads it by RDMA, or workers carry it.
 
 Both ask the same gate before any byte leaves, and count the bytes under way. The data, and its fate on arrival, are the same
 on both (gemini_ft.agent.replication.send).
@@ -7,20 +7,26 @@ on both (gemini_ft.agent.replication.send).
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
+from gemini_ft.agent.replication.rdma import Rdma, tag_of
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import TrafficConfig
+from gemini_ft.errors import GeminiError
 from gemini_ft.wire.lane_thread import Meter, Valve
 from gemini_ft.wire.messages import Chunk
-from gemini_ft.wire.peer_messages import Parcel, PeerMessage
+from gemini_ft.wire.peer_messages import Exposed, Parcel, PeerMessage, Readable
 from gemini_ft.wire.tcp import AHEAD, Connection
 from gemini_ft.wire.worker_messages import Dispatch
 
 if TYPE_CHECKING:
     from gemini_ft.agent.replication.send import PeerLink
 
+_READABLE = 16  # pieces that a peer may read at a time
 _SAMPLES = 32  # newest pieces that say how long the shortest of them takes
 
 
@@ -54,16 +60,17 @@ class ByAgents:
         """Does nothing: only the connection is open."""
 
 
-class ByWorkers:
-    """The carrier through workers: the connection carries messages only, chunks go from worker to worker in pieces, several at a time."""
+class InPieces(ABC):
+    """A carrier of whose connection only messages make use: chunks go another way in pieces, several at a time."""
 
-    def __init__(self, connection: Connection, link: PeerLink) -> None:
-        self._connection, self._link, self._traffic = connection, link, link.session.traffic
-        self._queue: deque[PeerMessage | tuple[Chunk, int, Valve]] = deque()
+    def __init__(self, connection: Connection, link: PeerLink, *, most: int, piece_bytes: int) -> None:
+        self._connection, self._link, self._most, self._piece_bytes = connection, link, most, piece_bytes
+        self._queue: deque[PeerMessage | tuple[Chunk, int, memoryview, Valve]] = deque()
         self._under_way: dict[int, tuple[int, float]] = {}  # tag -> (bytes, when it was ordered)
         self._seconds: deque[float] = deque(maxlen=_SAMPLES)
         self._acked, self._busy, self._busy_since = 0, 0.0, 0.0
         self._changed = asyncio.Event()
+        self._announcing = Tasks()  # of pieces of which the peer is to hear, before the end of their shard
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     @property
@@ -82,13 +89,14 @@ class ByWorkers:
         self._put(message)
 
     def send_chunk(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
-        self._put((chunk, slot, valve))
+        self._put((chunk, slot, payload, valve))
 
     async def flushed(self, below: int) -> None:
         while len(self._queue) >= below and not self._connection.closed.is_set():
             await self._change()
 
     def dispatched(self, tag: int, error: str) -> None:
+        """Takes the report that a piece of this carrier, or of another one, has gone, or could not."""
         if tag not in self._under_way:
             return
         nbytes, ordered = self._under_way.pop(tag)
@@ -103,12 +111,17 @@ class ByWorkers:
 
     def close(self) -> None:
         self._task.cancel()
+        self._announcing.cancel()
         self._under_way.clear()
         self._changed.set()
 
     # -- inside
 
-    def _put(self, item: PeerMessage | tuple[Chunk, int, Valve]) -> None:
+    @abstractmethod
+    def _order(self, chunk: Chunk, slot: int, part: memoryview, *, start: int, tag: int) -> None:
+        """Has a piece go that begins at ``start`` in its chunk; ``part``: its bytes."""
+
+    def _put(self, item: PeerMessage | tuple[Chunk, int, memoryview, Valve]) -> None:
         self._queue.append(item)
         self._changed.set()
 
@@ -130,23 +143,64 @@ class ByWorkers:
             if isinstance(item, tuple):
                 await self._carry(*item)
             else:
+                await self._announcing.over()
                 self._connection.send(item)
             self._queue.popleft()
             self._changed.set()
 
-    async def _carry(self, chunk: Chunk, slot: int, valve: Valve) -> None:
-        start, target = 0, self._link.keepers[chunk.owner]
+    async def _carry(self, chunk: Chunk, slot: int, payload: memoryview, valve: Valve) -> None:
+        start = 0
         while start < chunk.nbytes:
-            while len(self._under_way) >= self._traffic.sub_buffers:
+            while len(self._under_way) >= self._most:
                 await self._change()
-            nbytes = await valve(min(self._traffic.piece_bytes, chunk.nbytes - start))
+            nbytes = await valve(min(self._piece_bytes, chunk.nbytes - start))
             tag = next(self._link.session.tags)
             if not self._under_way:
                 self._busy_since = time.monotonic()
             self._under_way[tag] = nbytes, time.monotonic()
-            self._connection.send(Parcel(chunk=chunk, start=start, nbytes=nbytes, tag=tag, source=chunk.owner, target=target))
-            self._link.order(chunk.owner, Dispatch(tag=tag, target=target, slot=slot, offset=chunk.offset + start, nbytes=nbytes))
+            self._order(chunk, slot, payload[start : start + nbytes], start=start, tag=tag)
             start += nbytes
 
 
-Carrier = ByAgents | ByWorkers
+class ByWorkers(InPieces):
+    """The carrier through workers, from one to the other."""
+
+    def __init__(self, connection: Connection, link: PeerLink) -> None:
+        traffic = link.session.traffic
+        super().__init__(connection, link, most=traffic.sub_buffers, piece_bytes=traffic.piece_bytes)
+
+    def _order(self, chunk: Chunk, slot: int, part: memoryview, *, start: int, tag: int) -> None:
+        target, nbytes = self._link.keepers[chunk.owner], part.nbytes
+        self._connection.send(Parcel(chunk=chunk, start=start, nbytes=nbytes, tag=tag, source=chunk.owner, target=target))
+        self._link.dispatch(chunk.owner, Dispatch(tag=tag, target=target, slot=slot, offset=chunk.offset + start, nbytes=nbytes))
+
+
+class ByRdma(InPieces):
+    """The carrier that lets the peer read: it is told where a piece lies, and its tag."""
+
+    def __init__(self, connection: Connection, link: PeerLink, rdma: Rdma) -> None:
+        super().__init__(connection, link, most=_READABLE, piece_bytes=link.session.chunk_bytes)
+        self._rdma, self._key, self._told = rdma, secrets.token_bytes(16), b""
+
+    def _order(self, chunk: Chunk, slot: int, part: memoryview, *, start: int, tag: int) -> None:
+        self._announcing.spawn(self._announce(chunk, slot, part, start=start, tag=tag))
+
+    async def _announce(self, chunk: Chunk, slot: int, part: memoryview, *, start: int, tag: int) -> None:
+        memory = self._link.memory(chunk.owner, slot)
+        if memory is None:
+            self.dispatched(tag, "")  # the slot has been freed: nobody wants it any more
+            return
+        try:
+            address = await self._rdma.expose(memory)
+        except GeminiError as error:
+            self.dispatched(tag, str(error))
+            return
+        seal = await asyncio.to_thread(tag_of, self._key, tag, part)
+        if self._told != self._rdma.metadata:
+            self._told = self._rdma.metadata
+            self._connection.send(Exposed(name=self._rdma.name, metadata=self._told, key=self._key))
+        address += memory.shape.data_offset + chunk.offset + start
+        self._connection.send(Readable(chunk=chunk, start=start, nbytes=part.nbytes, tag=tag, address=address, seal=seal))
+
+
+Carrier = ByAgents | ByWorkers | ByRdma

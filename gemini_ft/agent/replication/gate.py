@@ -21,7 +21,7 @@ LEAST = 16 * 2**10  # bytes that must be free before anything may go, if there a
 _PART = 16  # and a sixteenth of a slice, so that lanes do not wake for every few bytes that arrive
 SLICE = 128 * 2**10  # bytes of a slice while the speed of the network is not known, and at least: smaller ones would measure delays
 # Seconds for which an unforeseen collective may have to wait for the network. Pieces that workers carry cost more each, so they are larger.
-_SLICE_SECONDS = {"tcp": 0.004, "collective": 0.02}
+_SLICE_SECONDS = {"tcp": 0.004, "rdma": 0.004, "collective": 0.02}
 PATIENCE = 1.0  # seconds that a snapshot has for idle network, while the length of a step is not known
 _BREATH = 0.001  # seconds between looks at how much is on its way
 _OVERDUE = 0.05  # seconds between looks at whether a collective that was to come has not

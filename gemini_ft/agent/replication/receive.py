@@ -1,6 +1,6 @@
 """Receives shards from peers: into slots with pages, verified and acknowledged.
 
-A chunk's bytes follow its message on the connection, or come in pieces by way of a local worker (``transport: collective``).
+A chunk's bytes follow its message on the connection, or come in pieces by way of a local worker, or by RDMA (``traffic.transport``).
 """
 
 from __future__ import annotations
@@ -11,13 +11,31 @@ from collections.abc import Callable
 from gemini_ft import failpoints
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
+from gemini_ft.agent.replication.rdma import rdma_of
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.agent.workers import WorkerConnection
 from gemini_ft.core.roots import checksum
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.messages import Chunk, ShardLayout, kind_of
-from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Drop, End, Offer, Parcel, PeerMessage, Ready, Refused, Resend, Unchanged
+from gemini_ft.wire.peer_messages import (
+    Ack,
+    Astray,
+    Begin,
+    Drop,
+    End,
+    Exposed,
+    Offer,
+    Parcel,
+    PeerMessage,
+    Piece,
+    Readable,
+    Ready,
+    Refused,
+    Resend,
+    Taken,
+    Unchanged,
+)
 from gemini_ft.wire.tcp import Connection
 from gemini_ft.wire.worker_messages import Collect, Collected
 
@@ -57,10 +75,13 @@ class Inbound:
     def __init__(self, context: StreamContext) -> None:
         self._context = context
         self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> who hears of it, and its rank
+        self._pulls = 0  # pieces that are being read by RDMA
         self._offered: dict[int, SlotShape] = {}  # owner -> shape of the shards that its host sends in this session
 
     def end_session(self) -> None:
-        """Drops the pieces that are awaited: the session is over."""
+        """Drops the pieces that are awaited: the session is over, and none of them is written any more, but by workers."""
+        if self._pulls and self._context.run.rdma is not None:
+            self._context.run.rdma.close("the session is over")
         self._collecting.clear()
         self._offered.clear()
 
@@ -127,6 +148,14 @@ class Inbound:
             key, position = str(id(memory)), memory.shape.data_offset + parcel.chunk.offset + parcel.start
         worker.send(Collect(tag=parcel.tag, source=parcel.source, key=key, position=position, nbytes=parcel.nbytes))
 
+    async def pull(self, exposed: Exposed, piece: Readable, memory: SlotMemory) -> None:
+        """Reads a piece by RDMA into the slot. Raises GeminiError: this host cannot, or it is not what the sender announced."""
+        self._pulls += 1
+        try:
+            await rdma_of(self._context).pull(exposed, piece, memory)
+        finally:
+            self._pulls -= 1
+
     def check_sender(self, sender: str, owner: int) -> None:
         """Refuses a shard that a host may not bring here.
 
@@ -183,19 +212,19 @@ FULL = 0.05  # seconds after which a sender may try again, when there is no slot
 
 
 class _Parcels:
-    """Pieces that local workers are receiving."""
+    """Pieces that are coming by another way than a lane."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], tuple[Parcel, bool]] = {}  # (source, tag) -> it, and whether it is kept
+        self._waiting: dict[tuple[int, int], tuple[Piece, bool]] = {}  # (source, tag) -> it, and whether it is kept
         self._landed: dict[tuple[int, int, int], int] = {}  # (owner, iteration, chunk) -> bytes that have come
 
-    def expect(self, parcel: Parcel, kept: bool) -> None:
+    def expect(self, parcel: Piece, kept: bool) -> None:
         self._waiting[parcel.source, parcel.tag] = parcel, kept
 
-    def landed(self, source: int, tag: int) -> tuple[Parcel, bool] | None:
+    def landed(self, source: int, tag: int) -> tuple[Piece, bool] | None:
         return self._waiting.pop((source, tag), None)
 
-    def completes(self, parcel: Parcel) -> bool:
+    def completes(self, parcel: Piece) -> bool:
         """Counts a piece that has come; returns whether its chunk is whole now."""
         chunk = parcel.chunk
         key = chunk.owner, chunk.iteration, chunk.index
@@ -207,7 +236,7 @@ class _Parcels:
         self._landed = {key: nbytes for key, nbytes in self._landed.items() if key[0] != owner}
 
     def under_way(self, owner: int, iteration: int) -> bool:
-        """Whether a worker may still write what belongs to a shard."""
+        """Whether what belongs to a shard may still be written."""
         return any(kept and (each.chunk.owner, each.chunk.iteration) == (owner, iteration) for each, kept in self._waiting.values())
 
 
@@ -219,6 +248,7 @@ class Receiver:
         self._open: dict[int, tuple[int, SlotMemory | None]] = {}  # owner -> (iteration, its memory; None: bytes are thrown away)
         self._coming: set[tuple[int, int, int]] = set()  # (owner, iteration, index) of chunks on lanes that are kept
         self._parcels = _Parcels()
+        self._exposed: Exposed | None = None  # the sender's slots, newest
         self._ends: dict[int, End] = {}  # owner -> the end that was announced before all pieces had come
         self._left: set[tuple[int, int]] = set()  # (owner, iteration) given up, whose memory a worker may still write to
         self._tasks = Tasks()
@@ -228,8 +258,10 @@ class Receiver:
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Chunk):
             return self._await(message)
-        if isinstance(message, Parcel):
+        if isinstance(message, Piece):
             self._collect(message)
+        elif isinstance(message, Exposed):
+            self._exposed = message
         elif isinstance(message, Unchanged):
             chunk = message.chunk
             memory = self._memory(chunk.owner, chunk.iteration)
@@ -307,14 +339,29 @@ class Receiver:
         memory.forget(chunk.index)
         return memory.data(chunk.offset, chunk.nbytes)
 
-    def _collect(self, parcel: Parcel) -> None:
+    def _collect(self, parcel: Piece) -> None:
         chunk = parcel.chunk
         if parcel.start < 0 or not 0 < parcel.nbytes <= chunk.nbytes - parcel.start:
             raise PeerError(f"host {self.host} sent bytes {parcel.start}+{parcel.nbytes} of a chunk of {chunk.nbytes}")
         self._target(chunk)
         memory = self._memory(chunk.owner, chunk.iteration)
         self._parcels.expect(parcel, kept=memory is not None)
-        self._inbound.collect(parcel, memory, self.collected)
+        if isinstance(parcel, Parcel):
+            self._inbound.collect(parcel, memory, self.collected)
+        elif isinstance(parcel, Readable):
+            self._tasks.spawn(self._pull(parcel, self._exposed, memory))
+
+    async def _pull(self, piece: Readable, exposed: Exposed | None, memory: SlotMemory | None) -> None:
+        error = ""
+        try:
+            if exposed is None:
+                raise PeerError(f"host {self.host} has not said where its slots are")
+            if memory is not None:
+                await self._inbound.pull(exposed, piece, memory)
+        except GeminiError as failure:
+            error = str(failure)
+        self._connection.send(Taken(tag=piece.tag))
+        self.collected(piece.source, piece.tag, error)
 
     def _whole(self, chunk: Chunk, digest: int | None) -> None:
         """Takes a chunk of which all bytes have come; ``digest`` is their checksum, None if it was not formed on the way."""

@@ -15,15 +15,16 @@ from functools import partial
 
 from gemini_ft.agent.context import StreamContext
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
-from gemini_ft.agent.replication.carriers import ByAgents, ByWorkers, Carrier
+from gemini_ft.agent.replication.carriers import ByAgents, ByRdma, ByWorkers, Carrier, InPieces
 from gemini_ft.agent.replication.gate import Gate
 from gemini_ft.agent.replication.pacing import Outgoing, Pacing, end_of
+from gemini_ft.agent.replication.rdma import rdma_of
 from gemini_ft.agent.tasks import RateLimitedLog
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import GeminiError, PeerError
 from gemini_ft.wire.handshake import dial
 from gemini_ft.wire.messages import Chunk, Failed, Notice, kind_of
-from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Claims, Drop, End, Offer, PeerMessage, Ready, Refused, Resend, Unchanged
+from gemini_ft.wire.peer_messages import Ack, Astray, Begin, Claims, Drop, End, Offer, PeerMessage, Ready, Refused, Resend, Taken, Unchanged
 from gemini_ft.wire.tcp import Address, Connection, MessagesOnly
 from gemini_ft.wire.worker_messages import Dispatch, Dispatched, SessionSpec
 
@@ -42,7 +43,7 @@ class PeerLink(MessagesOnly):
         self.session, self._context, self._gate = session, session.context, session.gate
         self.peer, self._address, self._further, self._claims = peer, address, further, claims
         self._log = RateLimitedLog(session.context.log)  # an attacker in between can break every connection
-        self._by_workers = session.traffic.transport == "collective"
+        self._transport = session.traffic.transport
         self.keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._carrier: Carrier | None = None
         self._active: list[Outgoing] = []
@@ -100,8 +101,10 @@ class PeerLink(MessagesOnly):
             self._ready.add(message.owner)
             if message.rank is not None:
                 self.keepers[message.owner] = message.rank
-            elif self._by_workers:
+            elif self._transport == "collective":
                 self.astray("it has no worker that could receive")
+        elif isinstance(message, Taken):
+            self.dispatched(message.tag, "")
         elif isinstance(message, Astray):
             self.astray(message.text)
         elif isinstance(message, Refused):
@@ -118,16 +121,16 @@ class PeerLink(MessagesOnly):
         return None
 
     def astray(self, text: str) -> None:
-        """Falls back to sending by this agent for the rest of the session, as workers cannot carry replicas to this peer."""
-        if self._by_workers:
-            self._by_workers = False
+        """Falls back to sending by this agent for the rest of the session, as replicas do not get to this peer by workers, or by RDMA."""
+        if self._transport != "tcp":
+            self._transport = "tcp"
             self._context.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
             if self._connection is not None:
-                self._connection.abort("its workers cannot receive")
+                self._connection.abort("it cannot receive otherwise")
 
     def dispatched(self, tag: int, error: str) -> None:
-        """Takes a local worker's report that it has sent a piece, or could not; it may be one of another link."""
-        if isinstance(self._carrier, ByWorkers):
+        """Takes the report that a piece has gone, or could not; it may be one of another link."""
+        if isinstance(self._carrier, InPieces):
             self._carrier.dispatched(tag, error)
 
     def on_lost(self, reason: str) -> None:
@@ -205,10 +208,7 @@ class PeerLink(MessagesOnly):
             delay = 0.05
             self._connection = connection
             connection.drained = self._gate.poke
-            if self._by_workers:
-                self._carrier = ByWorkers(connection, self)
-            else:
-                self._carrier = ByAgents(connection, self.session.traffic)
+            self._carrier = self._new_carrier(connection)
             self._gate.register(self, self._carrier)
             self._rooms.clear()
             self._ready.clear()
@@ -216,7 +216,21 @@ class PeerLink(MessagesOnly):
                 out.restart()
             await self._pump(connection, self._carrier)
 
-    def order(self, owner: int, dispatch: Dispatch) -> None:
+    def _new_carrier(self, connection: Connection) -> Carrier:
+        if self._transport == "collective":
+            return ByWorkers(connection, self)
+        if self._transport == "rdma":
+            try:
+                return ByRdma(connection, self, rdma_of(self._context))
+            except GeminiError as error:
+                self.astray(str(error))
+        return ByAgents(connection, self.session.traffic)
+
+    def memory(self, owner: int, slot: int) -> SlotMemory | None:
+        """The memory of a slot, unless it has been freed."""
+        return self._context.slot_store.memory.get((owner, slot))
+
+    def dispatch(self, owner: int, dispatch: Dispatch) -> None:
         """Has the worker that owns a shard send a piece of it."""
         self._context.workers[owner].send(dispatch)
 
@@ -310,7 +324,7 @@ class Outbound:
     """The links of one session."""
 
     def __init__(self, context: StreamContext, spec: SessionSpec) -> None:
-        self.context, self._spec, self.traffic = context, spec, spec.traffic
+        self.context, self._spec, self.traffic, self.chunk_bytes = context, spec, spec.traffic, spec.chunk_bytes
         self.gate = Gate(spec.traffic)
         self.pacing = Pacing(context, spec, self.gate)
         self.tags = itertools.count()  # for pieces that workers carry
