@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from gemini_ft.agent.replication.rdma import Rdma, tag_of
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import TrafficConfig
-from gemini_ft.errors import GeminiError
 from gemini_ft.wire.lane_thread import Meter, Valve
 from gemini_ft.wire.messages import Chunk
 from gemini_ft.wire.peer_messages import Exposed, Parcel, PeerMessage, Readable
@@ -192,10 +191,10 @@ class ByRdma(InPieces):
             return
         try:
             address = await self._rdma.expose(memory)
-        except GeminiError as error:
-            self.dispatched(tag, str(error))
+            seal = await asyncio.to_thread(tag_of, self._key, tag, part)
+        except Exception as error:  # of any kind: the piece would be waited for
+            self.dispatched(tag, str(error) or type(error).__name__)
             return
-        seal = await asyncio.to_thread(tag_of, self._key, tag, part)
         if self._told != self._rdma.metadata:
             self._told = self._rdma.metadata
             self._connection.send(Exposed(name=self._rdma.name, metadata=self._told, key=self._key))

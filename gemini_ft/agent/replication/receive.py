@@ -358,8 +358,8 @@ class Receiver:
                 raise PeerError(f"host {self.host} has not said where its slots are")
             if memory is not None:
                 await self._inbound.pull(exposed, piece, memory)
-        except GeminiError as failure:
-            error = str(failure)
+        except Exception as failure:  # of any kind: the slot would never be free again
+            error = str(failure) or type(failure).__name__
         self._connection.send(Taken(tag=piece.tag))
         self.collected(piece.source, piece.tag, error)
 
