@@ -22,7 +22,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, TypeAdapter, Validat
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError, printable
 
-PROTOCOL_VERSION = 16
+PROTOCOL_VERSION = 17
 MAX_MESSAGE = 64 * 2**20  # bytes; layouts of very large models are the longest messages
 MOST_VALUES = 2**22  # values in lists and maps of a message; each may unfold into 72 bytes
 Text = Annotated[str, AfterValidator(printable)]  # which another process has written, for the user's terminal or a log
