@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gemini_ft.errors import GeminiError, RecoveryError, StateError
+from gemini_ft.errors import ConfigError, GeminiError, RecoveryError, StateError
 from gemini_ft.export.whole_tensors import WholeTensors
 from gemini_ft.lightning.compat import wrapping_io
 from gemini_ft.recovery.agent_memory import RememberedShard, open_newest, remembered
@@ -65,6 +65,13 @@ class FromMemory:
 
     def __init__(self, checkpoint_io: Any = None) -> None:
         super().__init__(checkpoint_io)  # type: ignore[call-arg]
+        while checkpoint_io is not None:
+            if any(kind.__name__ == "AsyncCheckpointIO" for kind in type(checkpoint_io).__mro__):
+                raise ConfigError(
+                    f"{type(self).__name__}({type(checkpoint_io).__name__}(...)): nobody could say when its files are there, and after a "
+                    f"failure they would be missing; leave it out, as {type(self).__name__} writes beside the training itself"
+                )
+            checkpoint_io = getattr(checkpoint_io, "checkpoint_io", None)
         self._checkpointer: Checkpointer | None = None
         self._step = 0  # of the files
         self._files: list[_LateFile] = []  # that are not there yet

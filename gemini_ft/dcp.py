@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import threading
 import time
@@ -12,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
@@ -46,6 +48,7 @@ _OF_WRITERS: Mapping[str, Any] = {  # options: the agents see a worker make a st
     "straggler_factor": 0,
 }
 _POLL = 0.01  # seconds
+_log = logging.getLogger("gemini_ft")
 
 
 class GeminiReader(StorageReader):
@@ -137,8 +140,16 @@ class GeminiReader(StorageReader):
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Remembers what the plan will be made from."""
+        """Remembers what the plan will be made from; warns on a rank that has looked for the newest step by itself."""
         self._metadata = metadata
+        rank = str(dist.get_rank()) if dist.is_initialized() else os.environ.get("RANK", "0")
+        if is_coordinator and self._step is None and rank != "0":
+            _log.warning(
+                "GeminiReader: rank %s reads %s, the newest that it finds by itself. Where other ranks load without a process group in "
+                "common (no_dist=True, or before init_process_group), they may find another one: give step=",
+                rank,
+                self.version,
+            )
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Adds the version that this rank has found."""

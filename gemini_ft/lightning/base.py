@@ -16,7 +16,7 @@ import torch.distributed as dist
 from gemini_ft.config import GeminiConfig
 from gemini_ft.errors import ConfigError
 from gemini_ft.lightning import compat
-from gemini_ft.lightning.options import EpochHooks, refuse_platform, signature_of, sort_options
+from gemini_ft.lightning.options import EpochHooks, of_command_line, refuse_platform, signature_of, sort_options
 from gemini_ft.loaders.parts import DataResume
 from gemini_ft.pipeline.rules import Rules
 from gemini_ft.worker.rendezvous import init_process_group
@@ -91,10 +91,18 @@ def make_class(name: str, mixin: type, base: str, package: str, public: str, doc
     """
     compat.check_lightning(package)
     theirs = getattr(importlib.import_module(f"{package}.strategies"), base)
+
+    signature = signature_of(theirs)
+
+    def __init__(self: Any, **options: Any) -> None:
+        mixin.__init__(self, **options)
+
+    __init__.__signature__ = of_command_line(signature)  # type: ignore[attr-defined]
     space = {
         "__module__": public,
         "__doc__": doc,
-        "__signature__": signature_of(theirs),
+        "__init__": __init__,
+        "__signature__": signature,
         "_gemini_package": package,
         "_gemini_base": theirs,
     }

@@ -6,6 +6,7 @@ when training starts, as an error about something else. Here every name is known
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import inspect
 import os
@@ -64,7 +65,7 @@ def sort_options(strategy: str, base: type, options: Mapping[str, Any]) -> Optio
 
 
 def signature_of(base: type) -> inspect.Signature:
-    """The options as keyword-only parameters, for help(), editors and LightningCLI."""
+    """The options as keyword-only parameters, for help() and editors."""
     empty = inspect.Parameter.empty
     parameters = {"self": inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)}
     for name, field in GeminiConfig.model_fields.items():
@@ -78,6 +79,15 @@ def signature_of(base: type) -> inspect.Signature:
             annotation = timedelta | float
         parameters[name] = given.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation)
     return inspect.Signature(list(parameters.values()))
+
+
+def of_command_line(signature: inspect.Signature) -> inspect.Signature:
+    """The same for LightningCLI, which else would give each default as an argument, before which the environment does not count.
+
+    Texts are taken as our options are: its own check of types would refuse many of them.
+    """
+    first, *options = signature.parameters.values()
+    return signature.replace(parameters=[first, *(each.replace(default=argparse.SUPPRESS, annotation=Any) for each in options)])
 
 
 def section_of(strategy: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -26,6 +27,9 @@ _REGISTRIES = {
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "lightning.fabric"),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "lightning_fabric"),
 }
+
+# Module of LightningCLI, whose help lists the strategies that have been imported -> ours for its package.
+_COMMAND_LINES = {"lightning.pytorch.cli": "gemini_ft.lightning", "pytorch_lightning.cli": "gemini_ft.pytorch_lightning"}
 
 # As Lightning has them for "deepspeed".
 _DEEPSPEED = {
@@ -75,6 +79,9 @@ def install() -> None:
     for name in _REGISTRIES:
         _register(name)
     after_import(_REGISTRIES, _register_loaded)
+    for name in _COMMAND_LINES.keys() & sys.modules.keys():
+        _import_strategies(sys.modules[name])
+    after_import(_COMMAND_LINES, _import_strategies)
 
 
 def _reminders(package: str) -> list[Any]:
@@ -102,6 +109,13 @@ remind_lightning, remind_pytorch_lightning = partial(_reminders, "lightning.pyto
 
 def _register_loaded(module: ModuleType) -> None:
     _register(module.__name__)
+
+
+def _import_strategies(module: ModuleType) -> None:
+    ours = importlib.import_module(_COMMAND_LINES[module.__name__])
+    with suppress(ConfigError):  # a version of Lightning that is refused as soon as a script asks for a strategy
+        for name in ("GeminiStrategy", "GeminiModelParallelStrategy", "GeminiDeepSpeedStrategy"):
+            getattr(ours, name)
 
 
 def _register(module_name: str) -> None:

@@ -303,6 +303,15 @@ class TestReader:
         manager.close()
         assert_identical(dict(loaded["model"]), ddp.live["model"])
 
+    @pytest.mark.parametrize(("rank", "step", "warns"), [("0", None, False), ("1", None, True), ("1", STEPS, False)])
+    def test_a_rank_that_looks_for_the_newest_step_by_itself_says_so(
+        self, ddp: Job, rank: str, step: int | None, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Other ranks of a script that loads before it makes its process group may find another one, as the job goes on."""
+        monkeypatch.setenv("RANK", rank)
+        load(GeminiReader(ddp.store, step=step), ddp.live)
+        assert (f"rank 1 reads iteration {STEPS}" in caplog.text) == warns
+
     def test_damage_in_memory_leads_to_the_next_copy(self, ddp: Job) -> None:
         with damaged(ddp, "host0"):
             assert_identical(load(GeminiReader(ddp.run), ddp.live), ddp.live)

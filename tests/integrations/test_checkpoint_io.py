@@ -21,11 +21,12 @@ import lightning.fabric.plugins.io.torch_io as torch_io
 import three_ways
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from test_lightning_hooks import CRASH, Boom, Case, fit, table
 
 from gemini_ft import checkpoint_io
 from gemini_ft.checkpoint_io import GeminiCheckpointIO
-from gemini_ft.errors import RecoveryError, StateError
+from gemini_ft.errors import ConfigError, RecoveryError, StateError
 from gemini_ft.state import codec
 from gemini_ft.testing import EmulatedHosts, assert_identical
 
@@ -283,6 +284,11 @@ def test_a_link_is_there_before_its_file_and_keeps_no_start_from_going_on_if_tha
         fit(Case, table, "gemini", (1, 5), **options)
     fit(Case, table, "gemini", **options)
     assert os.readlink(tmp_path / "files" / "last.ckpt") == "step=16.ckpt"
+
+
+def test_a_writer_that_returns_before_its_file_is_there_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"GeminiCheckpointIO\(AsyncCheckpointIO\(...\)\): .*; leave it out"):
+        GeminiCheckpointIO(AsyncCheckpointIO())
 
 
 def test_a_fit_goes_on_with_it_that_had_begun_without(fit: Callable[..., Case], tmp_path: Path, written: dict[str, str]) -> None:

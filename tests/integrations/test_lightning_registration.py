@@ -7,6 +7,7 @@ import inspect
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tomllib
@@ -414,24 +415,49 @@ import sys
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 
-if "--help" in sys.argv:
-    from gemini_ft.lightning import GeminiStrategy
 cli = LightningCLI(BoringModel, save_config_callback=None)
 print(f"trained {cli.trainer.global_step} by {type(cli.trainer.strategy).__name__}")
+config = cli.trainer.strategy.gemini_config
+print(f"options: {config.replicas}, {config.on_late}, {config.traffic.lanes}, {config.storage and config.storage.url}")
+print("weights:", *(value.hex() for value in cli.model.layer.bias.tolist()))
 """
 
 
-def test_the_command_line_of_lightning_takes_the_name_and_lists_the_class_that_is_imported(tmp_path: Path) -> None:
+def test_the_command_line_of_lightning_takes_the_name_and_the_class_and_lists_it(tmp_path: Path) -> None:
+    """Without a word of ours in the script, under `gemini run`; its help elsewhere too where the package is imported. Options that are not
+    given are those of the environment. The second fit is killed, and ends with the weights of the first."""
     pytest.importorskip("jsonargparse", reason="needs jsonargparse: pip install 'jsonargparse[signatures]'")
     (tmp_path / "cli.py").write_text(COMMAND_LINE)
+    (tmp_path / "imported.py").write_text(COMMAND_LINE.replace("\n\n", "\nimport gemini_ft\n", 1))
     quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
-    fit = ["fit", "--trainer.strategy=gemini", "--trainer.max_steps=3", "--trainer.accelerator=cpu", *quiet]
-    run = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--nproc-per-node", "1", "cli.py", *fit]
-    env = os.environ | {"PYTHONWARNINGS": "ignore", "GEMINI_LOG_DIR": str(tmp_path)}
+    fit = ["cli.py", "fit", "--seed_everything=1", "--trainer.max_steps=6", "--trainer.accelerator=cpu", *quiet]
+    run = [sys.executable, "-m", "gemini_ft.cli.main", "run", "--nproc-per-node", "1"]
+    env = os.environ | {"PYTHONWARNINGS": "ignore", "GEMINI_LOG_DIR": str(tmp_path), "GEMINI_ON_LATE": "wait"}
+    by_class = ["--trainer.strategy=GeminiStrategy", "--trainer.strategy.replicas=3", "--trainer.strategy.traffic={lanes: 2}"]
+    by_class += [f"--trainer.strategy.storage={tmp_path.as_uri()}"]
+    listed = ["gemini_ft.lightning.GeminiStrategy", "gemini_ft.lightning.GeminiModelParallelStrategy"]
+    said = {
+        (*run, *fit, "--trainer.strategy=gemini"): ["trained 6 by GeminiStrategy", "options: 2, wait, None, None"],
+        (*run, *fit, *by_class): ["trained 6 by GeminiStrategy", f"options: 3, wait, 2, {tmp_path.as_uri()}"],
+        (*run, "cli.py", "fit", "--help"): listed,
+        (sys.executable, "imported.py", "fit", "--help"): listed,
+    }
     started = [
-        subprocess.Popen(line, env=env, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for line in (run, [sys.executable, "cli.py", "fit", "--help"])
+        subprocess.Popen(
+            line,
+            env=env | {"GEMINI_RUN_ID": f"{tmp_path.name}-{number}", "GEMINI_FAULTS": "step=4:rank=0:sigkill" if number == 1 else ""},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, line in enumerate(said)
     ]
-    for process, expected in zip(started, ("trained 3 by GeminiStrategy", "gemini_ft.lightning.GeminiStrategy"), strict=True):
+    ends = list[str]()
+    for process, expected in zip(started, said.values(), strict=True):
         out, err = process.communicate(timeout=200)
-        assert expected in out, err
+        assert [text for text in expected if text not in out] == [], err
+        ends += re.findall("weights: .*", out)
+        assert ("resuming at iteration" in err + out) == (process is started[1]), err
+    assert len(ends) == 2
+    assert ends[0] == ends[1]

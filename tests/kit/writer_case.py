@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
@@ -27,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, asy
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from gemini_ft.agent import lifecycle
 from gemini_ft.dcp import GeminiWriter
 from gemini_ft.errors import StateError
 from gemini_ft.launch.failures import own_failure
@@ -210,7 +212,9 @@ def upload(url: str) -> list[int]:
         return [info.iteration for info in list_checkpoints(store)]
 
     def is_stored(step: int) -> bool:
-        return step in stored()
+        run, host = writer._checkpointer.run, os.environ["GEMINI_HOST_ID"]
+        state = json.loads(lifecycle.status(run, host) or "")["streams"]["stored"]["storage"]
+        return step in stored() and not state["uploading"]
 
     for step in range(2, 13, 2):
         save({"w": torch.ones(3)}, storage_writer=writer.at(step))

@@ -18,15 +18,36 @@ pytestmark = [
 ]
 LIGHTNING = """
 import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
+from gemini_ft.checkpoint_io import GeminiCheckpointIO
 
 L.seed_everything(1)
+files = ModelCheckpoint("files", "{step}", every_n_train_steps=4, save_top_k=-1)
 trainer = L.Trainer(
-    strategy="gemini", devices=2, accelerator="cpu", max_steps=12, limit_val_batches=0, logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False,
+    strategy="gemini", devices=2, accelerator="cpu", max_steps=12, limit_val_batches=0, logger=False, callbacks=[files],
+    plugins=[GeminiCheckpointIO()], enable_progress_bar=False, enable_model_summary=False,
 )
 model = BoringModel()
 trainer.fit(model)
+"""
+FABRIC = """
+import lightning as L
+import torch
+
+fabric = L.Fabric(strategy="gemini", devices=2, accelerator="cpu")
+fabric.launch()
+fabric.seed_everything(1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+state = {"model": model, "optimizer": optimizer, "step": 0}
+fabric.load("gemini://latest", state)
+while state["step"] < 12:
+    fabric.backward(model(torch.randn(5, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    state["step"] += 1
+    fabric.save("gemini://latest", state)
 """
 DEEPSPEED = """
 import deepspeed
@@ -126,6 +147,9 @@ dcp.load(state, storage_reader=GeminiReader(sys.argv[1], optim=None), no_dist=Tr
 model.load_state_dict(state["model"])
 exported = torch.load(sys.argv[2], weights_only=False)["state_dict"]
 assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
+for name in ("step=4", "step=8", "step=12"):
+    one, other = (torch.load(f"{way}/files/{name}.ckpt", weights_only=False)["state_dict"] for way in ("undisturbed", "killed"))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 print("read: 2 tensors" if len(exported) == 2 else exported.keys())
 """
 
@@ -174,12 +198,14 @@ def test_lightning_and_what_is_read_out_of_its_checkpoints(tmp_path: Path) -> No
     run(tmp_path, "gemini", "checkpoints", url, "--verify")
     run(tmp_path, "gemini", "export", "latest", "--from", url, "--format", "lightning", "--to", "exported")
     [exported] = (tmp_path / "exported").iterdir()
+    files = [sorted(path.name for path in (tmp_path / name / "files").iterdir()) for name in ("undisturbed", "killed")]
+    assert files == 2 * [["step=12.ckpt", "step=4.ckpt", "step=8.ckpt"]]
     (tmp_path / "load.py").write_text(LOAD)
     assert "read: 2 tensors" in run(tmp_path, sys.executable, "load.py", url, str(exported))
     assert "gemini" in run(tmp_path, "gemini", "completion", "bash")
 
 
-@pytest.mark.parametrize("script", [PLAIN, WRITER, TRANSFORMERS], ids=["plain", "dcp", "transformers"])
+@pytest.mark.parametrize("script", [PLAIN, FABRIC, WRITER, TRANSFORMERS], ids=["plain", "fabric", "dcp", "transformers"])
 def test_a_script_ends_with_the_same_weights_undisturbed_and_killed(script: str, tmp_path: Path) -> None:
     if script is TRANSFORMERS:
         pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
