@@ -109,12 +109,12 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._tracked.close()
         if self._protection is None:
             return
+        if self._protection.checkpointer.config.elastic:
+            self._refuse_fixed()
         if self._found is not None:
             self._arrive(self._found)
         else:
             self._save()
-        if self._protection.checkpointer.config.elastic:
-            self._refuse_fixed()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self._time is not None and (figures := self._time.due()):
@@ -350,9 +350,10 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._refuse_other_accumulation()
         if why := why_weighed_by_ranks(trainer):
             raise ConfigError(f"elastic='batch': {why}, or leave elastic out")
-        if self._data.is_fetched_again or trainer.args.auto_find_batch_size:
-            raise ConfigError("elastic='batch' does not go with dispatch_batches=True and auto_find_batch_size=True; leave these out")
         checkpointer.refuse_data({"train_dataset": self._data.base})
+        given = {"dispatch_batches": self._data.is_fetched_again, "auto_find_batch_size": trainer.args.auto_find_batch_size}
+        if found := [name for name, is_given in given.items() if is_given]:
+            raise ConfigError(f"elastic='batch' does not go with {'=True, '.join(found)}=True; leave that out, or elastic")
 
     def _restore_state(self, found: Mapping[str, Any]) -> None:
         trainer = self._trainer

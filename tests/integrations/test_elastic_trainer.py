@@ -109,7 +109,6 @@ def test_other_numbers_of_ranks_train_as_a_single_process(tmp_path: Path, run: d
         ({"changes": True}, "gradient_accumulation_steps is 3 on 1 ranks, and the global batch asks for 2"),
         ({"loss": "own"}, "nothing says by how much the script's own loss (compute_loss, compute_loss_func) is divided"),
         ({"streamed": True, "arguments": {"max_steps": 4}}, "train_dataset is no DataLoader of a map-style dataset"),
-        ({"arguments": {"train_sampling_strategy": "batch_rebalance"}}, "train_dataset has a BatchRebalanceSampler as its batch sampler"),
     ],
 )
 def test_training_that_other_ranks_could_not_follow_is_refused(tmp_path: Path, run: dict[str, Any], why: str) -> None:
