@@ -144,8 +144,6 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._protection = _of_engine(trainer, self._options)
         else:
             self._protection.bind()
-        if self._protection is not None:
-            self._refuse_other_accumulation()
         resumed = None
         if self._protection is not None:
             resumed = self._protection.resumed
@@ -327,18 +325,6 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
                 f"dataloader_drop_last=True leaves out other batches; start {found['ranks']} ranks, or leave that out in a new run"
             )
 
-    def _refuse_other_accumulation(self) -> None:
-        """Refuses, for ``elastic``, other micro-batches than the global batch has on as many ranks: a callback's, or those of an engine.
-
-        Raises ConfigError: there are others.
-        """
-        checkpointer, given = self._protection.checkpointer, self._trainer.args.gradient_accumulation_steps
-        if checkpointer.config.elastic and given != checkpointer.accumulation:
-            raise ConfigError(
-                f"elastic='batch': gradient_accumulation_steps is {given} on {ranks()} ranks, and the global batch asks for "
-                f"{checkpointer.accumulation}; give that before the training, and leave it so"
-            )
-
     def _refuse_fixed(self) -> None:
         """Refuses, for ``elastic``, what another number of ranks could not follow, or would weigh otherwise.
 
@@ -346,8 +332,12 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             ConfigError: there is something of the kind.
             UnsupportedStateError: the samples could not be dealt out anew.
         """
-        trainer, checkpointer = self._trainer, self._protection.checkpointer
-        self._refuse_other_accumulation()
+        trainer, checkpointer, micro_batches = self._trainer, self._protection.checkpointer, self._trainer.args.gradient_accumulation_steps
+        if micro_batches != checkpointer.accumulation:
+            raise ConfigError(
+                f"elastic='batch': gradient_accumulation_steps was {checkpointer.accumulation} and has become {micro_batches} while training, "
+                "which another number of ranks cannot follow; set it before the training, or leave elastic out"
+            )
         if why := why_weighed_by_ranks(trainer):
             raise ConfigError(f"elastic='batch': {why}, or leave elastic out")
         checkpointer.refuse_data({"train_dataset": self._data.base})
@@ -480,6 +470,11 @@ def _of_engine(trainer: Any, options: Mapping[str, Any]) -> Any:
             attach(engine)
         return None
     protection = attach(engine).gemini  # under `gemini run` it is already
+    if protection.checkpointer.config.elastic:
+        raise ConfigError(
+            "elastic='batch' is for a Trainer on DDP or FSDP2, and this one has an engine of DeepSpeed. Leave elastic out: ZeRO 1 to 3 go on "
+            "with other numbers of ranks without it, or write the loop around the engine (docs/elastic.md)"
+        )
     protection.deferred, protection.moves_data = True, False
     protection.checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
     return protection

@@ -177,8 +177,7 @@ class Protection:
         if self.has_stepped:
             self.has_stepped = False
             self.found = iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
-            if self.moves_data:
-                self.checkpointer.check_batches(self._data.objects)
+            self.checkpointer.check_batches(self._data.objects)
             if self.is_updated:
                 self.number = self.next_number()
             engines.stepped(self)

@@ -328,9 +328,22 @@ def test_fifty_changes_of_the_number_of_ranks(tmp_path: Path, is_sharded: bool) 
 
 
 @pytest.mark.soak  # in short: the jobs above, of a launcher in miniature
-@pytest.mark.parametrize("restart", ["process", "in_place"])
-@pytest.mark.parametrize("job", ["plain", "lightning"])
-def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(tmp_path: Path, job: str, restart: str) -> None:
-    go_and_come([str(CASE), str(tmp_path / "ours"), "14", job], tmp_path, restart)
+@pytest.mark.parametrize(
+    ("job", "restart", "micro_batches", "hosts"),
+    [
+        ("plain", "process", 2, {}),
+        ("plain", "in_place", 2, {}),
+        ("lightning", "process", 2, {}),
+        ("lightning", "in_place", 2, {}),
+        ("sharded", "in_place", 2, {}),
+        ("plain", "in_place", 2, {"has_spare": True}),
+        ("plain", "in_place", 3, {"hosts": 2, "workers": 2}),
+    ],
+    ids=["plain", "plain in place", "lightning", "lightning in place", "sharded in place", "a spare", "two workers a host"],
+)
+def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(
+    tmp_path: Path, job: str, restart: str, micro_batches: int, hosts: dict[str, Any]
+) -> None:
+    go_and_come([str(CASE), str(tmp_path / "ours"), "14", str(micro_batches), job], tmp_path, restart, **hosts)
     for epoch, steps in samples(tmp_path / "ours").items():
         assert sorted(chain.from_iterable(steps.values())) == list(range(SAMPLES)), epoch

@@ -210,14 +210,24 @@ def test_fifty_changes_of_the_number_of_workers_with_the_same_bits(tmp_path: Pat
 
 
 @pytest.mark.soak  # in short: the jobs above, of a launcher in miniature
-@pytest.mark.parametrize("restart", ["process", "in_place"])
-@pytest.mark.parametrize("job", ["plain", "lightning"])
-def test_hosts_that_go_and_come_leave_all_bits(tmp_path: Path, job: str, restart: str) -> None:
-    go_and_come([exact_case.__file__, str(tmp_path / "ours"), job], tmp_path, restart)
+@pytest.mark.parametrize(
+    ("job", "restart", "hosts"),
+    [
+        ("plain", "process", {}),
+        ("plain", "in_place", {}),
+        ("lightning", "process", {}),
+        ("lightning", "in_place", {}),
+        ("plain", "in_place", {"has_spare": True}),
+        ("plain", "in_place", {"hosts": 2, "workers": 2}),
+    ],
+    ids=["plain", "plain in place", "lightning", "lightning in place", "a spare", "two workers a host"],
+)
+def test_hosts_that_go_and_come_leave_all_bits(tmp_path: Path, job: str, restart: str, hosts: dict[str, Any]) -> None:
+    go_and_come([exact_case.__file__, str(tmp_path / "ours"), job], tmp_path, restart, **hosts)
     with World(tmp_path, 1, **LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}) as ranks:
         alone = partial(oracle, exact_case.PLAIN) if job == "plain" else partial(fit_exactly, exact_case.FITTED, END)
         [plain] = ranks.outcome(alone)
-    for found in (json.loads((tmp_path / f"ours.{rank}").read_text()) for rank in range(3)):
+    for found in (json.loads((tmp_path / f"ours.{rank}").read_text()) for rank in range(4 if "workers" in hosts else 3)):
         assert found["start"] > 0
         assert found["bits"] == {step: plain["bits"][int(step)] for step in found["bits"]}
         assert str(max(plain["bits"])) in found["bits"]

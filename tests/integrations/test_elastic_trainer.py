@@ -46,10 +46,10 @@ class Job:
             "DS_ACCELERATOR": "cpu",
         }
 
-    def launch(self, ranks: int, killed_at: int = 0, **run: Any) -> str:
+    def launch(self, ranks: int, killed_at: int = 0) -> str:
         """Trains on so many ranks, until one is killed where ``killed_at`` says so; what was printed."""
         self._launches += 1
-        given = json.dumps(self._run | {"started": self._launches} | run)
+        given = json.dumps(self._run | {"started": self._launches})
         command = [sys.executable, "-m", "gemini_ft.cli.main", "run", f"--nproc-per-node={ranks}", "--max-restarts=0", str(CASE), given]
         env = self._env | ({"GEMINI_FAULTS": f"step={killed_at}:rank=0:moment=before_update:sigkill"} if killed_at else {})
         done = subprocess.run(command, cwd=self.out.parent, env=env, capture_output=True, text=True, timeout=200)
@@ -80,23 +80,23 @@ SHARDED = {"sharded": True, "arguments": {"fsdp": True, "fsdp_config": {"version
 @pytest.mark.parametrize(
     "run",
     [{}, {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12}}]
-    + [pytest.param(each, marks=pytest.mark.soak) for each in (SHARDED, {"stage": 2})],
-    ids=["tokens of all ranks", "mean of a micro-batch", "fsdp2", "zero"],
+    + [pytest.param(SHARDED, marks=pytest.mark.soak)],
+    ids=["tokens of all ranks", "mean of a micro-batch", "fsdp2"],
 )
 def test_other_numbers_of_ranks_train_as_a_single_process(tmp_path: Path, run: dict[str, Any]) -> None:
-    """Three ranks, two and one, in the middle of both epochs and at the border between them; an engine is given its micro-batches."""
-    expected = alone(tmp_path, **{key: value for key, value in run.items() if key not in ("sharded", "stage")})
+    """Three ranks, two and one, in the middle of both epochs and at the border between them."""
+    expected = alone(tmp_path, **({} if run is SHARDED else run))
     job, printed = Job(tmp_path, **run), ""
     try:
         for ranks, killed_at in ((3, 4), (2, 7), (1, 10), (3, 0)):
-            printed += job.launch(ranks, killed_at, **({"micro_batches": 6 // ranks} if "stage" in run else {}))
+            printed += job.launch(ranks, killed_at)
     finally:
         job.end()
     assert printed.count("resumed at iteration") == 3, printed[-4000:]
     found = json.loads(job.out.read_text())
     assert (found["steps"], found["micro_batches"]) == ([12, 12], 2)
     np.testing.assert_allclose(found["logged"], expected["logged"], rtol=1e-6)  # losses are added up in float32
-    np.testing.assert_allclose(found["weights"], expected["weights"], rtol=1e-4 if "stage" in run else 1e-11)
+    np.testing.assert_allclose(found["weights"], expected["weights"], rtol=1e-11)
     ours, theirs = samples(job.out), samples(tmp_path / "alone")
     for epoch in (0, 1):
         assert sorted(chain.from_iterable(ours[epoch].values())) == list(range(SAMPLES))
@@ -106,7 +106,8 @@ def test_other_numbers_of_ranks_train_as_a_single_process(tmp_path: Path, run: d
 @pytest.mark.parametrize(
     ("run", "why"),
     [
-        ({"changes": True}, "gradient_accumulation_steps is 3 on 1 ranks, and the global batch asks for 2"),
+        ({"changes": True}, "gradient_accumulation_steps was 2 and has become 3 while training"),
+        ({"has_engine": True}, "elastic='batch' is for a Trainer on DDP or FSDP2, and this one has an engine of DeepSpeed"),
         ({"loss": "own"}, "nothing says by how much the script's own loss (compute_loss, compute_loss_func) is divided"),
         ({"streamed": True, "arguments": {"max_steps": 4}}, "train_dataset is no DataLoader of a map-style dataset"),
     ],
@@ -114,7 +115,7 @@ def test_other_numbers_of_ranks_train_as_a_single_process(tmp_path: Path, run: d
 def test_training_that_other_ranks_could_not_follow_is_refused(tmp_path: Path, run: dict[str, Any], why: str) -> None:
     job = Job(tmp_path, **run)
     try:
-        assert f"elastic='batch': {why}" in (printed := job.launch(1)) or why in printed, printed[-4000:]
+        assert why in (printed := job.launch(1)), printed[-4000:]
     finally:
         job.end()
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset, IterableDataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
@@ -84,7 +85,7 @@ if RUN.get("sharded"):
     from huggingface_case import shard_on_cpus
 
     shard_on_cpus()
-if "stage" in RUN:
+if RUN.get("has_engine"):
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 callbacks: list[TrainerCallback] = [Changing()]
 if RUN.get("protected"):
@@ -95,14 +96,14 @@ zero = {
     "train_micro_batch_size_per_gpu": BATCH,
     "gradient_accumulation_steps": RUN["micro_batches"],
     "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": RUN.get("stage")},
+    "zero_optimization": {"stage": 2},
     "zero_allow_untested_optimizer": True,
     "steps_per_print": 10**9,
     "gemini": {"on_late": "wait"},
 }
 arguments = TrainingArguments(
     output_dir=f"{RUN['out']}-checkpoints",
-    **({"deepspeed": zero} if "stage" in RUN else {"use_cpu": True, "ddp_backend": "gloo" if "RANK" in os.environ else None}),
+    **({"deepspeed": zero} if RUN.get("has_engine") else {"use_cpu": True, "ddp_backend": "gloo" if "RANK" in os.environ else None}),
     per_device_train_batch_size=BATCH,
     gradient_accumulation_steps=RUN["micro_batches"],
     learning_rate=1e-2,
@@ -117,8 +118,8 @@ trainer = kinds.get(RUN.get("loss", ""), Trainer)(
     model=Net(), args=arguments, callbacks=callbacks, train_dataset=Streamed() if RUN.get("streamed") else Numbers()
 )
 trainer.train()
+whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in trainer.model.parameters()]
 if RANK == "0":
     logged = [[entry["step"], entry["learning_rate"], entry["loss"]] for entry in trainer.state.log_history if "loss" in entry]
-    weights = [value for param in trainer.model.parameters() for value in param.flatten().tolist()]
-    said = {"weights": weights, "logged": logged, "steps": [trainer.state.global_step, trainer.state.max_steps]}
+    said = {"weights": [value for param in whole for value in param.flatten().tolist()], "logged": logged, "steps": [trainer.state.global_step, trainer.state.max_steps]}
     Path(RUN["out"]).write_text(json.dumps(said | {"micro_batches": arguments.gradient_accumulation_steps}))
