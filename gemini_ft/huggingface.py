@@ -30,7 +30,7 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import _is_peft_model
 from transformers.trainer_callback import ExportableState
 
-from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.checkpointer import Checkpointer, Snapshot
 from gemini_ft.config import load_config
 from gemini_ft.core.census import TRAINER, TRAINER_DATA, Finding
 from gemini_ft.errors import ConfigError, CorruptDataError, StateError, WorldSizeError
@@ -401,7 +401,7 @@ class _Protection:
         checkpointer: records and resumes.
         resumed: optimizer steps that were resumed; None at a first start.
         source: "memory" or "storage", which they were read from.
-        found: what is resumed.
+        found: what is resumed: with ``elastic`` at once, otherwise from `bind` on.
         client_state: the callback's own, saved with every step and restored.
 
     Args:
@@ -414,22 +414,26 @@ class _Protection:
         self.client_state: dict[str, Any] = {}
         self.resumed: int | None = None
         self.source, self._steps = "", 0  # the steps of the last snapshot
+        self.found: Snapshot | None = None
         # A single rank trains a model that nothing wraps.
         replicated = True if config.elastic and not trainer.is_fsdp_enabled else None
         self.checkpointer = checkpointer = Checkpointer(config=config, name=attempt.next_name("trainer"), replicated=replicated)
         checkpointer.accumulation, checkpointer.asks_for_accumulation = trainer.args.gradient_accumulation_steps, True
         attempt.kept.append(self)
         checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
-        self.found = checkpointer.open()
-        trainer.args.gradient_accumulation_steps = checkpointer.accumulation
+        if config.elastic:
+            self.found = checkpointer.open()
+            trainer.args.gradient_accumulation_steps = checkpointer.accumulation
 
     def bind(self) -> None:
-        """Names the model and the optimizer, which are prepared by now, and puts back what was found."""
-        trainer, found = self._trainer, self.found
+        """Names the model and the optimizer, which are prepared by now, and puts back what is found."""
+        trainer = self._trainer
         self._model, self._scaler = trainer.model_wrapped, trainer.accelerator.scaler
         self.checkpointer.bind({"model": self._model, **followers(trainer)}, trainer.optimizer.optimizer)
         self.checkpointer.script_gives(of_scheduler(f"the Trainer's {type(trainer.lr_scheduler).__name__}", trainer.lr_scheduler))
-        if found is None:
+        if not self.checkpointer.config.elastic:
+            self.found = self.checkpointer.open()
+        if (found := self.found) is None:
             return
         self.source = found.source
         self.checkpointer.load_tensors()

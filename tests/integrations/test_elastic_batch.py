@@ -344,6 +344,6 @@ def test_fifty_changes_of_the_number_of_ranks(tmp_path: Path, is_sharded: bool) 
 def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(
     tmp_path: Path, job: str, restart: str, micro_batches: int, hosts: dict[str, Any]
 ) -> None:
-    go_and_come([str(CASE), str(tmp_path / "ours"), "14", str(micro_batches), job], tmp_path, restart, **hosts)
+    go_and_come([str(CASE), str(tmp_path / "ours"), "28" if hosts else "14", str(micro_batches), job], tmp_path, restart, **hosts)
     for epoch, steps in samples(tmp_path / "ours").items():
         assert sorted(chain.from_iterable(steps.values())) == list(range(SAMPLES)), epoch
