@@ -130,7 +130,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     # -- called by the extended Trainer
 
     def open(self, trainer: Any) -> None:
-        """Finds out what is to be resumed, before the Trainer counts the steps of an epoch: another number of ranks has other micro-batches."""
+        """Finds out what is to be resumed before the Trainer counts the steps of an epoch: other ranks have other micro-batches."""
         _refuse_skipping(trainer)
         self._protection = None if trainer.is_deepspeed_enabled else _Protection(trainer, self._options)
 
@@ -335,8 +335,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         trainer, checkpointer, micro_batches = self._trainer, self._protection.checkpointer, self._trainer.args.gradient_accumulation_steps
         if micro_batches != checkpointer.accumulation:
             raise ConfigError(
-                f"elastic='batch': gradient_accumulation_steps was {checkpointer.accumulation} and has become {micro_batches} while training, "
-                "which another number of ranks cannot follow; set it before the training, or leave elastic out"
+                f"elastic='batch': gradient_accumulation_steps was {checkpointer.accumulation} and has become {micro_batches} while "
+                "training, which another number of ranks cannot follow; set it before the training, or leave elastic out"
             )
         if why := why_weighed_by_ranks(trainer):
             raise ConfigError(f"elastic='batch': {why}, or leave elastic out")
@@ -476,8 +476,8 @@ def _of_engine(trainer: Any, options: Mapping[str, Any]) -> Any:
     protection = attach(engine).gemini  # under `gemini run` it is already
     if protection.checkpointer.config.elastic:
         raise ConfigError(
-            "elastic='batch' is for a Trainer on DDP or FSDP2, and this one has an engine of DeepSpeed. Leave elastic out: ZeRO 1 to 3 go on "
-            "with other numbers of ranks without it, or write the loop around the engine (docs/elastic.md)"
+            "elastic='batch' is for a Trainer on DDP or FSDP2, and this one has an engine of DeepSpeed. Leave elastic out: ZeRO 1 to 3 "
+            "go on with other numbers of ranks without it, or write the loop around the engine (docs/elastic.md)"
         )
     protection.deferred, protection.moves_data = True, False
     protection.checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))

@@ -79,8 +79,11 @@ SHARDED = {"sharded": True, "arguments": {"fsdp": True, "fsdp_config": {"version
 
 @pytest.mark.parametrize(
     "run",
-    [{}, {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12}}]
-    + [pytest.param(SHARDED, marks=pytest.mark.soak)],
+    [
+        {},
+        {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12}},
+        pytest.param(SHARDED, marks=pytest.mark.soak),
+    ],
     ids=["tokens of all ranks", "mean of a micro-batch", "fsdp2"],
 )
 def test_other_numbers_of_ranks_train_as_a_single_process(tmp_path: Path, run: dict[str, Any]) -> None:

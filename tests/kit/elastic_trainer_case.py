@@ -121,5 +121,9 @@ trainer.train()
 whole = [param.full_tensor() if isinstance(param, DTensor) else param for param in trainer.model.parameters()]
 if RANK == "0":
     logged = [[entry["step"], entry["learning_rate"], entry["loss"]] for entry in trainer.state.log_history if "loss" in entry]
-    said = {"weights": [value for param in whole for value in param.flatten().tolist()], "logged": logged, "steps": [trainer.state.global_step, trainer.state.max_steps]}
+    said = {
+        "weights": [value for param in whole for value in param.flatten().tolist()],
+        "logged": logged,
+        "steps": [trainer.state.global_step, trainer.state.max_steps],
+    }
     Path(RUN["out"]).write_text(json.dumps(said | {"micro_batches": arguments.gradient_accumulation_steps}))
