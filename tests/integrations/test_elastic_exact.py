@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import exact_case
@@ -28,6 +29,7 @@ from torch.utils.data import WeightedRandomSampler
 
 import gemini_ft
 from gemini_ft.errors import ConfigError, GeminiError, StateError
+from gemini_ft.lightning.logical import Turns
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -271,10 +273,21 @@ def test_workers_that_differ_in_what_is_the_jobs_are_refused(what: str, tmp_path
         assert re.search(UNLIKE[what], str(result))
 
 
-@pytest.mark.parametrize("job", [fit, fabricate, engage], ids=["lightning", "fabric", "deepspeed"])
-def test_jobs_that_have_no_logical_ranks_are_refused_before_they_join(job: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "case"),
+    [(fit, {}), (fit, {"is_sharded": True}), (fabricate, {}), (engage, {})],
+    ids=["lightning", "lightning with FSDP2", "fabric", "deepspeed"],
+)
+def test_jobs_that_have_no_logical_ranks_are_refused_before_they_join(
+    job: Callable[..., Any], case: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"elastic='exact' is for plain loops|logical_ranks=None"):
-        on_ranks(tmp_path, 1, job, Batches(options={"elastic": "exact"}), str(tmp_path / "out"), 1, LOCAL_WORLD_SIZE="1")
+        on_ranks(tmp_path, 1, job, Batches(options={"elastic": "exact"}, **case), str(tmp_path / "out"), 1, LOCAL_WORLD_SIZE="1")
+
+
+def test_workers_that_could_carry_unequal_numbers_alone_are_refused_under_lightning() -> None:
+    with pytest.raises(ConfigError, match=r"logical_ranks=3 under Lightning: .* start a number of workers that divides it, not 2"):
+        Turns(SimpleNamespace(world_size=2), 3)
 
 
 def without() -> int:
