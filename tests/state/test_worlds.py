@@ -223,9 +223,9 @@ def test_a_batch_size_that_follows_from_the_number_of_ranks_is_refused() -> None
 
 
 def test_where_nobody_asks_for_the_accumulation_it_is_refused() -> None:
-    """As by transformers' Trainer and Lightning's DeepSpeed, which have no place for it."""
+    """As by callers that have no place for it."""
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="for plain loops, Fabric and Lightning's Trainer"):
+    with pytest.raises(ConfigError, match="for plain loops, Fabric, Lightning's and transformers' Trainer"):
         gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), elastic="batch").open()
 
 
