@@ -346,8 +346,8 @@ class Checkpointer:
             )
         if self.config.elastic and not self.asks_for_accumulation:
             raise ConfigError(
-                "elastic='batch' is for plain loops, Fabric and Lightning's Trainer under DDP or FSDP2, and for DeepSpeed's engines with "
-                "ZeRO 1 to 3 in loops of their own and under Lightning; leave it out here (docs/elastic.md)"
+                "elastic='batch' is for plain loops, Fabric, Lightning's and transformers' Trainer under DDP or FSDP2, and for DeepSpeed's "
+                "engines with ZeRO 1 to 3; leave it out here (docs/elastic.md)"
             )
         log_to_stderr()
         if isinstance(self._bound, PlainState):

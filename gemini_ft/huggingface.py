@@ -30,16 +30,16 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from transformers.trainer import _is_peft_model
 from transformers.trainer_callback import ExportableState
 
-from gemini_ft.checkpointer import Checkpointer
+from gemini_ft.checkpointer import Checkpointer, Snapshot
 from gemini_ft.config import load_config
 from gemini_ft.core.census import TRAINER, TRAINER_DATA, Finding
-from gemini_ft.errors import ConfigError, CorruptDataError, StateError
-from gemini_ft.state import codec
+from gemini_ft.errors import ConfigError, CorruptDataError, StateError, WorldSizeError
+from gemini_ft.state import codec, iterators
 from gemini_ft.state.ddp import ddp_state, restore_buckets, restore_sync
 from gemini_ft.state.hyperparameters import of_scheduler
-from gemini_ft.state.rng import rng_state, set_rng_state
+from gemini_ft.state.rng import branch_randomness, rng_state, set_rng_state, take_rng_state
 from gemini_ft.trackers import TimeFigures, continued, open_runs
-from gemini_ft.transformers_state import EvaluationData, OwnAttributes, TrainingData, followers, ranks
+from gemini_ft.transformers_state import EvaluationData, OwnAttributes, TrainingData, followers, ranks, why_weighed_by_ranks
 from gemini_ft.transformers_versions import SEAMS, check_trainer, counts, told_of_epochs
 from gemini_ft.worker import attempt
 
@@ -73,7 +73,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._protection: Any = None
         self._found: dict[str, Any] | None = None  # what is resumed, until the training has come there
         self._trainer: Any = None
-        self._epoch = self._steps_before = 0  # this epoch, and the steps made before it
+        self._epoch = self._steps_before = self._of_epoch = 0  # this epoch, the steps made before it, and its own
         self._epoch_rng: dict[str, Any] = {}  # at its beginning
         self._history: tuple[int, str | bytes | list[Any]] = (0, "[]")
         self._data: Any = None
@@ -109,6 +109,8 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._tracked.close()
         if self._protection is None:
             return
+        if self._protection.checkpointer.config.elastic:
+            self._refuse_fixed()
         if self._found is not None:
             self._arrive(self._found)
         else:
@@ -127,13 +129,21 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
 
     # -- called by the extended Trainer
 
+    def open(self, trainer: Any) -> None:
+        """Finds out what is to be resumed before the Trainer counts the steps of an epoch: other ranks have other micro-batches."""
+        _refuse_skipping(trainer)
+        self._protection = None if trainer.is_deepspeed_enabled else _Protection(trainer, self._options)
+
     def prepare(self, trainer: Any, prepare: Callable[..., Any], max_steps: int, train_dataloader: Any, checkpoint: str | None) -> Any:
         """Makes the engine, and resumes it if there is something to resume; from a checkpoint only if that is newer."""
-        self._protection, self._found, self._trainer = None, None, trainer
+        self._found, self._trainer = None, trainer
         prepared = prepare(max_steps, train_dataloader, None)
         if self._rules is not None:
             self._average(trainer)
-        self._protection = _protect(trainer, self._options)
+        if self._protection is None:
+            self._protection = _of_engine(trainer, self._options)
+        else:
+            self._protection.bind()
         resumed = None
         if self._protection is not None:
             resumed = self._protection.resumed
@@ -198,7 +208,13 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             set_rng_state(found["epoch_rng"])
             named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
             named["resume_from_checkpoint"] = _NO_FOLDER if found["steps"] else None
-            fits = found["data"] is not None and found["ranks"] == ranks()
+            is_resized, is_elastic = found["ranks"] != ranks(), self._protection.checkpointer.config.elastic is not None
+            if is_resized and is_elastic:
+                self._refuse_other_steps(found, named["num_update_steps_per_epoch"])
+                found["data"] = found["data"] and found["data"] | {"random": {}}  # of the batches of other ranks
+                set_rng_state(found["rng"])
+                branch_randomness(ranks())  # data draw other numbers than the steps after them
+            fits = found["data"] is not None and (is_elastic or not is_resized)
             if fits or self._data.is_fetched_again:
                 go_on = functools.partial(self._data.rest_of, found=found["data"] if fits else None)
                 if not found["steps"]:
@@ -207,7 +223,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._steps_before = trainer.state.global_step
         if in_the_middle:
             self._steps_before -= named["steps_trained_in_current_epoch"] // accumulated
-        self._epoch, self._epoch_rng = epoch, rng_state()
+        self._epoch, self._epoch_rng, self._of_epoch = epoch, rng_state(), named["num_update_steps_per_epoch"]
         with _resuming_in_the_loader(go_on) if in_the_middle else nullcontext():
             run(**named)
         if trainer.control.should_training_stop or epoch + 1 >= trainer.state.num_train_epochs:
@@ -265,9 +281,9 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     def _arrive(self, found: Mapping[str, Any]) -> None:
         """Puts random numbers and attributes back: on the way here loaders have drawn seeds, and callbacks have begun an epoch."""
         self._data.settle()
-        set_rng_state(found["rng"])
+        take_rng_state(found["rng"], self._protection.found.new_rank)
         self._attributes.restore(found["attributes"])
-        self._found = None
+        self._found, iterators.resumption.resize = None, None  # positions that are loaded later are of the present ranks
 
     def _save(self, finished: bool = False) -> None:
         trainer, state = self._trainer, self._trainer.state
@@ -277,6 +293,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         saved = {
             "epoch": self._epoch,
             "steps": steps,
+            "of_epoch": self._of_epoch,
             "data": self._data.before_step(steps),
             "ranks": ranks(),
             "evaluations": self._evaluations.states(),
@@ -296,6 +313,37 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             saved["scheduler"] = {"state": trainer.lr_scheduler.state_dict(), "rates": rates}
         self._protection.client_state[_KEY] = saved
         self._protection.save()
+
+    def _refuse_other_steps(self, found: Mapping[str, Any], steps: int) -> None:
+        """Refuses, for ``elastic``, an epoch of another number of steps: rates that follow from all steps of the training would be others.
+
+        Raises WorldSizeError: it has another one.
+        """
+        if found["of_epoch"] != steps:
+            raise WorldSizeError(
+                f"elastic='batch': an epoch has {found['of_epoch']} steps on {found['ranks']} ranks and {steps} on {ranks()}, as "
+                f"dataloader_drop_last=True leaves out other batches; start {found['ranks']} ranks, or leave that out in a new run"
+            )
+
+    def _refuse_fixed(self) -> None:
+        """Refuses, for ``elastic``, what another number of ranks could not follow, or would weigh otherwise.
+
+        Raises:
+            ConfigError: there is something of the kind.
+            UnsupportedStateError: the samples could not be dealt out anew.
+        """
+        trainer, checkpointer, micro_batches = self._trainer, self._protection.checkpointer, self._trainer.args.gradient_accumulation_steps
+        if micro_batches != checkpointer.accumulation:
+            raise ConfigError(
+                f"elastic='batch': gradient_accumulation_steps was {checkpointer.accumulation} and has become {micro_batches} while "
+                "training, which another number of ranks cannot follow; set it before the training, or leave elastic out"
+            )
+        if why := why_weighed_by_ranks(trainer):
+            raise ConfigError(f"elastic='batch': {why}, or leave elastic out")
+        checkpointer.refuse_data({"train_dataset": self._data.base})
+        given = {"dispatch_batches": self._data.is_fetched_again, "auto_find_batch_size": trainer.args.auto_find_batch_size}
+        if found := [name for name, is_given in given.items() if is_given]:
+            raise ConfigError(f"elastic='batch' does not go with {'=True, '.join(found)}=True; leave that out, or elastic")
 
     def _restore_state(self, found: Mapping[str, Any]) -> None:
         trainer = self._trainer
@@ -353,27 +401,44 @@ class _Protection:
         checkpointer: records and resumes.
         resumed: optimizer steps that were resumed; None at a first start.
         source: "memory" or "storage", which they were read from.
+        found: what is resumed: with ``elastic`` at once, otherwise from `bind` on.
         client_state: the callback's own, saved with every step and restored.
 
     Args:
-        trainer: a Trainer whose model and optimizer are prepared.
+        trainer: a Trainer that is about to count its steps; with ``elastic`` it is given the micro-batches of the global batch.
         options: fields of `gemini_ft.GeminiConfig`.
     """
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
-        self._trainer, self._model, self._scaler = trainer, trainer.model_wrapped, trainer.accelerator.scaler
+        self._trainer, config = trainer, load_config(options)
         self.client_state: dict[str, Any] = {}
         self.resumed: int | None = None
         self.source, self._steps = "", 0  # the steps of the last snapshot
-        self.checkpointer = Checkpointer(config=load_config(options), name=attempt.next_name("trainer"))
+        self.found: Snapshot | None = None
+        # A single rank trains a model that nothing wraps.
+        replicated = True if config.elastic and not trainer.is_fsdp_enabled else None
+        self.checkpointer = checkpointer = Checkpointer(config=config, name=attempt.next_name("trainer"), replicated=replicated)
+        checkpointer.accumulation, checkpointer.asks_for_accumulation = trainer.args.gradient_accumulation_steps, True
+        attempt.kept.append(self)
+        checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
+        if config.elastic:
+            self.found = checkpointer.open()
+            trainer.args.gradient_accumulation_steps = checkpointer.accumulation
+
+    def bind(self) -> None:
+        """Names the model and the optimizer, which are prepared by now, and puts back what is found."""
+        trainer = self._trainer
+        self._model, self._scaler = trainer.model_wrapped, trainer.accelerator.scaler
         self.checkpointer.bind({"model": self._model, **followers(trainer)}, trainer.optimizer.optimizer)
         self.checkpointer.script_gives(of_scheduler(f"the Trainer's {type(trainer.lr_scheduler).__name__}", trainer.lr_scheduler))
-        if (found := self.checkpointer.open()) is None:
+        if not self.checkpointer.config.elastic:
+            self.found = self.checkpointer.open()
+        if (found := self.found) is None:
             return
         self.source = found.source
         self.checkpointer.load_tensors()
         with self.checkpointer.putting_back():
-            if isinstance(self._model, DistributedDataParallel):
+            if isinstance(self._model, DistributedDataParallel) and found.extras["ddp"] is not None:
                 restore_buckets(self._model, found.extras["ddp"])
                 restore_sync(self._model, found.extras["ddp"])
             if self._scaler is not None:
@@ -396,14 +461,8 @@ class _Protection:
             self.checkpointer.alive(self._steps)
 
 
-def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
-    """The training's protection; None if none is asked for."""
-    _refuse_skipping(trainer)
-    if not trainer.is_deepspeed_enabled:
-        protection = _Protection(trainer, options)
-        attempt.kept.append(protection)
-        protection.checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
-        return protection
+def _of_engine(trainer: Any, options: Mapping[str, Any]) -> Any:
+    """The protection of the training's DeepSpeed engine; None if none is asked for."""
     if options:
         raise ConfigError('under DeepSpeed the options belong into the "gemini" section of its configuration, not into GeminiCallback()')
     from gemini_ft.deepspeed import attach
@@ -415,6 +474,11 @@ def _protect(trainer: Any, options: Mapping[str, Any]) -> Any:
             attach(engine)
         return None
     protection = attach(engine).gemini  # under `gemini run` it is already
+    if protection.checkpointer.config.elastic:
+        raise ConfigError(
+            "elastic='batch' is for a Trainer on DDP or FSDP2, and this one has an engine of DeepSpeed. Leave elastic out: ZeRO 1 to 3 "
+            "go on with other numbers of ranks without it, or write the loop around the engine (docs/elastic.md)"
+        )
     protection.deferred, protection.moves_data = True, False
     protection.checkpointer.census.register("transformers' Trainer", lambda: _findings(trainer))
     return protection
@@ -492,7 +556,13 @@ def _extend_trainer() -> None:
     check_trainer()
     if hasattr(Trainer._run_epoch, "_gemini_original"):
         return
-    prepare, run_epoch = (getattr(Trainer, name) for name in SEAMS)
+    count, prepare, run_epoch = (getattr(Trainer, name) for name in SEAMS)
+
+    @functools.wraps(count)
+    def open_and_count(self: Any, args: Any, dataloader: Any) -> Any:
+        if (callback := _of(self)) is not None:
+            callback.open(self)
+        return count(self, args, dataloader)
 
     @functools.wraps(prepare)
     def prepare_or_resume(self: Any, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -508,3 +578,4 @@ def _extend_trainer() -> None:
 
     prepare_or_resume._gemini_original, run_rest_of_epoch._gemini_original = prepare, run_epoch  # type: ignore[attr-defined]
     Trainer._prepare_for_training, Trainer._run_epoch = prepare_or_resume, run_rest_of_epoch
+    Trainer.set_initial_training_values = open_and_count

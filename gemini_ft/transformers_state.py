@@ -44,7 +44,7 @@ class TrainingData:
     """
 
     def __init__(self, loader: Any, accumulated: int) -> None:
-        self._loader, self.is_fetched_again = loader, isinstance(loader, DataLoaderDispatcher)
+        self._loader, self.base, self.is_fetched_again = loader, base_of(loader), isinstance(loader, DataLoaderDispatcher)
         self._per_step = accumulated * (ranks() if self.is_fetched_again and not loader.split_batches else 1)
         self._ahead = FetchedAhead(loader, self._per_step, only_first=self.is_fetched_again, lenient=True)
 
@@ -96,6 +96,29 @@ class EvaluationData:
         """Puts back the result of `states`."""
         for name in self._loaders.keys() & found.keys():
             self._loaders[name].load_state_dict(found[name])
+
+
+def why_weighed_by_ranks(trainer: Any) -> str:
+    """The reason why the weight of a micro-batch may follow from the number of ranks, for a fixed number of all; empty: it does not.
+
+    DDP divides by the ranks. So a loss has to be divided by the micro-batches of a rank, or be multiplied by the ranks, as the Trainer
+    does with one that is divided by the tokens of all ranks; a loss of the script's own may be neither.
+    """
+    takes_tokens = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
+    is_multiplied, said = takes_tokens and trainer.args.average_tokens_across_devices, getattr(trainer, "loss_is_scaled_for_ga", None)
+    is_whole = takes_tokens if said is None else said  # not divided by the micro-batches of a rank
+    is_own = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
+    if is_own and (is_multiplied or is_whole):
+        return (
+            "nothing says by how much the script's own loss (compute_loss, compute_loss_func) is divided. Let it be the mean of its "
+            "micro-batch, with loss_is_scaled_for_ga = False in the Trainer's class and average_tokens_across_devices=False"
+        )
+    if is_multiplied != is_whole:
+        return (
+            "a loss that is divided by the tokens of each rank alone weighs samples by the number of ranks. Give "
+            "average_tokens_across_devices=True, and leave loss_is_scaled_for_ga out"
+        )
+    return ""
 
 
 def followers(trainer: Any) -> dict[str, nn.Module]:

@@ -20,6 +20,7 @@ from gemini_ft.errors import ConfigError
 SUPPORTED = "transformers>=5.3,<5.25"
 # Methods of the Trainer that are extended, and the arguments they are known by.
 SEAMS = {
+    "set_initial_training_values": ["args", "dataloader"],
     "_prepare_for_training": ["max_steps", "train_dataloader", "resume_from_checkpoint"],
     "_run_epoch": [
         "model",

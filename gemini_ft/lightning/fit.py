@@ -306,7 +306,7 @@ class Fit:
                 restore(self._trainer, self._package, found, self._new_rank)
                 iterators.resumption.resize = None  # positions that are loaded later are of the present ranks
                 if self._resize is not None:
-                    trainer_loops.refuse_end(self._trainer, self._resize)
+                    trainer_loops.refuse_end(self._trainer, self._resize, found["loops"].get("batches", (None, 0))[1])
                 for param, gradient in self._waiting.items():
                     param.grad = gradient
                 self._waiting = {}

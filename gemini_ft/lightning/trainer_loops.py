@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,8 @@ from gemini_ft.lightning.around import Around
 from gemini_ft.loaders.bookmark import Bookmark
 from gemini_ft.loaders.loader import bookmark_of
 from gemini_ft.state.worlds import Resize
+
+_log = logging.getLogger("gemini_ft")
 
 
 def before_each_batch(trainer: Any, hook: Callable[[], None]) -> Callable[[], None]:
@@ -222,11 +225,25 @@ def carry_over(trainer: Any, extras: Mapping[str, Any], resize: Resize | None) -
     return accumulation
 
 
-def refuse_end(trainer: Any, resize: Resize) -> None:
+def refuse_end(trainer: Any, resize: Resize, before: float) -> None:
     """Refuses a position at which another number of ranks has no batches left in the epoch: Lightning would leave out its validation.
+
+    Where an epoch has another number of steps, it says so: rates that the script makes of that number are others.
+
+    Args:
+        before: the batches that each of the former ranks had in an epoch; 0: the snapshot does not say that.
 
     Raises WorldSizeError: it is such a one.
     """
+    now = -(-trainer.num_training_batches // trainer.accumulate_grad_batches)
+    then = -(-before * resize.then // (trainer.accumulate_grad_batches * resize.now))
+    if before and then != now and trainer.is_global_zero:
+        _log.warning(
+            "elastic='batch': an epoch had %d steps on %d ranks and has %d on %d, as each rank's loader leaves out its own last batch "
+            "(drop_last=True): what the script makes of trainer.estimated_stepping_batches, such as rates, is other than before. Give "
+            "drop_last=False in a new run",
+            *(then, resize.then, now, resize.now),
+        )
     used, batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready, trainer.num_training_batches
     if used >= batches:
         raise WorldSizeError(

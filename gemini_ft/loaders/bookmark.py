@@ -164,7 +164,7 @@ class Bookmark:
             self._base.load_state_dict(self._loader, state)
             return
         if (resize := iterators.resumption.resize) is not None:
-            state = restriped(state, self._loader, self._way, resize)
+            state = restriped(state, self._loader, self._way, resize, in_turn=self.lenient)
             state |= {"start": self._start_of(state["batches"])} if "batches" in state else {}
         under_way = "batches" in state
         self._running = False
@@ -273,7 +273,7 @@ class Bookmark:
 
     def why_undivided(self, loader: Any, rank: int, world_size: int) -> str:
         """See `gemini_ft.loaders.stripes.why_undivided`; ``loader``: what the loop iterates."""
-        return why_undivided(loader, self._way, rank, world_size)
+        return why_undivided(loader, self._way, rank, world_size, in_turn=self.lenient)  # transformers' Trainer
 
     @property
     def is_under_way(self) -> bool:

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from gemini_ft.errors import UnsupportedStateError, WorldSizeError
 from gemini_ft.loaders.parts import Way, facts
@@ -20,10 +20,17 @@ _BETWEEN = ("gemini", "iterations", "named", "lost_here", "left", "stepped", "en
 _OWN = ("dataset", "collate")  # parts whose generators belong to a rank; samplers draw the same order on all
 
 
-def why_undivided(loader: Any, way: Way, rank: int, world_size: int) -> str:
-    """The reason why the samples of a loader cannot be dealt out to another number of ranks; empty: they can."""
+def why_undivided(loader: Any, way: Way, rank: int, world_size: int, *, in_turn: bool = False) -> str:
+    """The reason why the samples of a loader cannot be dealt out to another number of ranks; empty: they can.
+
+    ``in_turn``: whether accelerate deals whole batches out, as for transformers' Trainer.
+    """
     if not isinstance(loader, DataLoader) or way != "skip":
         return "is no DataLoader of a map-style dataset without a state of its own"
+    if loader.persistent_workers:
+        return "has persistent workers (give persistent_workers=False)"
+    if in_turn:
+        return _why_not_in_turn(loader.batch_sampler, rank, world_size)
     if type(loader.batch_sampler) is not BatchSampler:
         return f"has a {type(loader.batch_sampler).__qualname__} as its batch sampler"
     sampler = loader.sampler
@@ -33,10 +40,26 @@ def why_undivided(loader: Any, way: Way, rank: int, world_size: int) -> str:
     assert isinstance(sampler, DistributedSampler)
     if (sampler.rank, sampler.num_replicas) != (rank, world_size):
         return f"has a sampler for rank {sampler.rank} of {sampler.num_replicas}, and this is rank {rank} of {world_size}"
-    return "has persistent workers (give persistent_workers=False)" if loader.persistent_workers else ""
+    return ""
 
 
-def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize) -> dict[str, Any]:
+def _why_not_in_turn(batches: Any, rank: int, world_size: int) -> str:
+    """The reason why a batch sampler is not one of which each rank has every n-th batch, in an order of seed and epoch; empty: it is."""
+    if world_size > 1:  # a single rank has all of them
+        if type(batches).__name__ != "BatchSamplerShard":
+            return f"has a {type(batches).__qualname__} as its batch sampler"
+        if batches.split_batches or not batches.even_batches:
+            return "has split_batches=True or even_batches=False (accelerator_config)"
+        if (batches.process_index, batches.num_processes) != (rank, world_size):
+            return f"has batches for rank {batches.process_index} of {batches.num_processes}, and this is rank {rank} of {world_size}"
+        batches = batches.batch_sampler
+    if type(batches) is not BatchSampler:
+        return f"has a {type(batches).__qualname__} as its batch sampler"
+    kind = type(batches.sampler)
+    return "" if kind is SequentialSampler or kind.__name__ == "SeedableRandomSampler" else f"has a {kind.__qualname__} as its sampler"
+
+
+def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize, *, in_turn: bool = False) -> dict[str, Any]:
     """A position of another number of ranks as one of this rank; between two iterations it is the same for all.
 
     The first batch to ``start`` with is left to whoever takes it.
@@ -53,7 +76,7 @@ def restriped(position: dict[str, Any], loader: Any, way: Way, resize: Resize) -
         position = {name: value for name, value in position.items() if name in _BETWEEN}
     if "batches" not in position:
         return position
-    why = why_undivided(loader, way, resize.rank, resize.now)
+    why = why_undivided(loader, way, resize.rank, resize.now, in_turn=in_turn)
     if not why and position["ahead"]:
         why = "is fetched ahead of the steps"
     if not why and (position["lost"] or position["lost_here"]):

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import gemini_ft
 from gemini_ft.dcp import GeminiWriter
 from gemini_ft.errors import ConfigError, StateError, UnsupportedStateError
+from gemini_ft.testing import EmulatedHosts
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -328,9 +329,57 @@ def test_fifty_changes_of_the_number_of_ranks(tmp_path: Path, is_sharded: bool) 
 
 
 @pytest.mark.soak  # in short: the jobs above, of a launcher in miniature
+@pytest.mark.parametrize(
+    ("job", "restart", "micro_batches", "hosts"),
+    [
+        ("plain", "process", 2, {}),
+        ("plain", "in_place", 2, {}),
+        ("lightning", "process", 2, {}),
+        ("lightning", "in_place", 2, {}),
+        ("sharded", "in_place", 2, {}),
+        ("plain", "in_place", 2, {"has_spare": True}),
+        ("plain", "in_place", 3, {"hosts": 2, "workers": 2}),
+    ],
+    ids=["plain", "plain in place", "lightning", "lightning in place", "sharded in place", "a spare", "two workers a host"],
+)
+def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(
+    tmp_path: Path, job: str, restart: str, micro_batches: int, hosts: dict[str, Any]
+) -> None:
+    go_and_come([str(CASE), str(tmp_path / "ours"), "28" if hosts else "14", str(micro_batches), job], tmp_path, restart, **hosts)
+    for epoch, steps in samples(tmp_path / "ours").items():
+        assert sorted(chain.from_iterable(steps.values())) == list(range(SAMPLES)), epoch
+
+
+@pytest.mark.soak  # in short: the changes above
 @pytest.mark.parametrize("restart", ["process", "in_place"])
-@pytest.mark.parametrize("job", ["plain", "lightning"])
-def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(tmp_path: Path, job: str, restart: str) -> None:
-    go_and_come([str(CASE), str(tmp_path / "ours"), "14", job], tmp_path, restart)
+def test_hosts_that_are_lost_while_the_job_changes_and_come_back_twice(tmp_path: Path, restart: str) -> None:
+    """One goes as soon as the ranks that are left have met, so that too few are left until it comes back, with nothing in its memory."""
+    program = ["--nnodes=2:3", "--rdzv-conf=is_host=0,last_call_timeout=1", str(CASE), str(tmp_path / "ours"), "28", "2", "plain"]
+    with EmulatedHosts(3, program, tmp_path, env={"GEMINI_RESTART": restart}) as hosts:
+
+        def size() -> int:
+            return len([event["hosts"] for event in hosts.events("joined") if event["rank"] == 0][-1])
+
+        def step() -> int:
+            return int([0, *(event["iteration"] for event in hosts.events("step"))][-1])
+
+        def goes_on() -> None:
+            reached = step()
+            hosts.wait_for(lambda: step() > reached + 3)
+
+        goes_on()
+        hosts.kill("host2")
+        hosts.wait_for(lambda: size() == 2)
+        hosts.kill("host1")
+        hosts.restart("host1")
+        goes_on()
+        assert size() == 2
+        for _ in range(2):
+            hosts.restart("host2")
+            hosts.wait_for(lambda: size() == 3)
+            goes_on()
+            hosts.kill("host2")
+            hosts.wait_for(lambda: size() == 2)
+        hosts.finish(200)
     for epoch, steps in samples(tmp_path / "ours").items():
         assert sorted(chain.from_iterable(steps.values())) == list(range(SAMPLES)), epoch

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import exact_case
@@ -28,6 +29,7 @@ from torch.utils.data import WeightedRandomSampler
 
 import gemini_ft
 from gemini_ft.errors import ConfigError, GeminiError, StateError
+from gemini_ft.lightning.logical import Turns
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -210,14 +212,24 @@ def test_fifty_changes_of_the_number_of_workers_with_the_same_bits(tmp_path: Pat
 
 
 @pytest.mark.soak  # in short: the jobs above, of a launcher in miniature
-@pytest.mark.parametrize("restart", ["process", "in_place"])
-@pytest.mark.parametrize("job", ["plain", "lightning"])
-def test_hosts_that_go_and_come_leave_all_bits(tmp_path: Path, job: str, restart: str) -> None:
-    go_and_come([exact_case.__file__, str(tmp_path / "ours"), job], tmp_path, restart)
+@pytest.mark.parametrize(
+    ("job", "restart", "hosts"),
+    [
+        ("plain", "process", {}),
+        ("plain", "in_place", {}),
+        ("lightning", "process", {}),
+        ("lightning", "in_place", {}),
+        ("plain", "in_place", {"has_spare": True}),
+        ("plain", "in_place", {"hosts": 2, "workers": 2}),
+    ],
+    ids=["plain", "plain in place", "lightning", "lightning in place", "a spare", "two workers a host"],
+)
+def test_hosts_that_go_and_come_leave_all_bits(tmp_path: Path, job: str, restart: str, hosts: dict[str, Any]) -> None:
+    go_and_come([exact_case.__file__, str(tmp_path / "ours"), job], tmp_path, restart, **hosts)
     with World(tmp_path, 1, **LAUNCHED | {"LOCAL_WORLD_SIZE": "1"}) as ranks:
         alone = partial(oracle, exact_case.PLAIN) if job == "plain" else partial(fit_exactly, exact_case.FITTED, END)
         [plain] = ranks.outcome(alone)
-    for found in (json.loads((tmp_path / f"ours.{rank}").read_text()) for rank in range(3)):
+    for found in (json.loads((tmp_path / f"ours.{rank}").read_text()) for rank in range(4 if "workers" in hosts else 3)):
         assert found["start"] > 0
         assert found["bits"] == {step: plain["bits"][int(step)] for step in found["bits"]}
         assert str(max(plain["bits"])) in found["bits"]
@@ -261,10 +273,21 @@ def test_workers_that_differ_in_what_is_the_jobs_are_refused(what: str, tmp_path
         assert re.search(UNLIKE[what], str(result))
 
 
-@pytest.mark.parametrize("job", [fit, fabricate, engage], ids=["lightning", "fabric", "deepspeed"])
-def test_jobs_that_have_no_logical_ranks_are_refused_before_they_join(job: Callable[..., Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("job", "case"),
+    [(fit, {}), (fit, {"is_sharded": True}), (fabricate, {}), (engage, {})],
+    ids=["lightning", "lightning with FSDP2", "fabric", "deepspeed"],
+)
+def test_jobs_that_have_no_logical_ranks_are_refused_before_they_join(
+    job: Callable[..., Any], case: dict[str, Any], tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"elastic='exact' is for plain loops|logical_ranks=None"):
-        on_ranks(tmp_path, 1, job, Batches(options={"elastic": "exact"}), str(tmp_path / "out"), 1, LOCAL_WORLD_SIZE="1")
+        on_ranks(tmp_path, 1, job, Batches(options={"elastic": "exact"}, **case), str(tmp_path / "out"), 1, LOCAL_WORLD_SIZE="1")
+
+
+def test_workers_that_could_carry_unequal_numbers_alone_are_refused_under_lightning() -> None:
+    with pytest.raises(ConfigError, match=r"logical_ranks=3 under Lightning: .* start a number of workers that divides it, not 2"):
+        Turns(SimpleNamespace(world_size=2), 3)
 
 
 def without() -> int:

@@ -1,6 +1,6 @@
 """What the ranks of test_elastic_batch.py train: a small DDP model whose samples are recorded.
 
-Usage under ``gemini run``: elastic_case.py FILE EPOCHS, as `train` has them.
+Usage under ``gemini run``: elastic_case.py FILE EPOCHS MICRO_BATCHES [sharded | lightning], as `train` has them.
 """
 
 from __future__ import annotations
@@ -390,5 +390,6 @@ def engage(case: Case, out: str, until: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    job = fit if sys.argv[3:] == ["lightning"] else train
-    gemini_ft.run(partial(job, Case(epochs=int(sys.argv[2]), pause=0.1), sys.argv[1], 10**9))
+    file, epochs, micro_batches, kind = sys.argv[1:]
+    given = Case(epochs=int(epochs), accumulation=int(micro_batches), is_sharded=kind == "sharded", pause=0.1)
+    gemini_ft.run(partial(fit if kind == "lightning" else train, given, file, 10**9))

@@ -223,9 +223,9 @@ def test_a_batch_size_that_follows_from_the_number_of_ranks_is_refused() -> None
 
 
 def test_where_nobody_asks_for_the_accumulation_it_is_refused() -> None:
-    """As by transformers' Trainer and Lightning's DeepSpeed, which have no place for it."""
+    """As by callers that have no place for it."""
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match="for plain loops, Fabric and Lightning's Trainer"):
+    with pytest.raises(ConfigError, match="for plain loops, Fabric, Lightning's and transformers' Trainer"):
         gemini_ft.Checkpointer(model, torch.optim.SGD(model.parameters()), elastic="batch").open()
 
 
@@ -478,11 +478,14 @@ def test_a_scheduler_that_counts_micro_batches_is_refused(kind: str) -> None:
         check_schedulers(given, counts)
 
 
-def test_an_epoch_whose_last_step_other_ranks_leave_out_is_refused() -> None:
-    """Of 72 samples in batches of 4 with drop_last=True, two ranks have 9 batches each, and four have 4."""
+def test_an_epoch_whose_last_step_other_ranks_leave_out_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    """Of 72 samples in batches of 4 with drop_last=True, two ranks have 9 batches each, and four have 4; a step has two and one."""
     loop = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=4)))
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), num_training_batches=5)
-    refuse_end(trainer, Resize(then=2, now=4, rank=0))
+    trainer.accumulate_grad_batches, trainer.is_global_zero = 1, True
+    refuse_end(trainer, Resize(then=2, now=4, rank=0), 9)
+    assert not caplog.messages
     trainer.num_training_batches = 4
     with pytest.raises(WorldSizeError, match=r"4 ranks have 4 batches each .* all of which 2 ranks had used .* Start 2 ranks"):
-        refuse_end(trainer, Resize(then=2, now=4, rank=0))
+        refuse_end(trainer, Resize(then=2, now=4, rank=0), 9)
+    assert "an epoch had 5 steps on 2 ranks and has 4 on 4" in caplog.text
