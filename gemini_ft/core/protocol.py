@@ -221,8 +221,8 @@ class Host:
 
         The ledger would wait for them until it leaves them out.
         """
-        whole = [(slot, slot.version) for slot in self.slots(owner).undecided() if slot.state is SlotState.COMPLETE and slot.version]
-        adopted = [(slot, version) for slot, version in whole if self.owns(owner) and (owner, version) not in self.details]
+        whole = self._undecided(self.slots(owner)) if self.owns(owner) else []
+        adopted = [(slot, version) for slot, version in whole if (owner, version) not in self.details]
         return [effect for slot, version in adopted for effect in self._sends(owner, slot, version)]
 
     def sent(self, owner: int, slot_index: int, peer: str) -> list[Effect]:
@@ -309,8 +309,8 @@ class Host:
         return [*effects, *(Lacking(owner, version) for owner in own if self.slots(owner).complete_version(version) is None)]
 
     def on_abort(self, version: Version) -> list[Effect]:
-        """Records that ``version`` will never be complete everywhere."""
-        if self.committed is not None and version <= self.committed:
+        """Records that ``version`` will never be complete everywhere; no leader decides that of another incarnation's."""
+        if (self.committed is not None and version <= self.committed) or not self._is_of_present(version):
             return []
         note_aborted(self.aborted, version, None)
         effects: list[Effect] = []
@@ -374,13 +374,23 @@ class Host:
         """
         out: list[Report] = [Skipped(owner, version, "repeated") for owner, version in self.skipped.items()]
         for owner, slots in self.shards.items():
-            above = [(slot.version, slot.root) for slot in slots.undecided() if slot.version and slot.state is SlotState.COMPLETE]
-            for version, root in above:
+            for slot, version in self._undecided(slots):
                 layout, digest = self.details.get((owner, version), ("", ""))
-                out.append(Completed(owner=owner, host=self.name, version=version, layout=layout, digest=digest, root=root))
+                out.append(Completed(owner=owner, host=self.name, version=version, layout=layout, digest=digest, root=slot.root))
         return sorted(out, key=lambda report: report.version)
 
     # -- inside
+
+    def _is_of_present(self, version: Version) -> bool:
+        return self.incarnation in (None, version.incarnation)
+
+    def _undecided(self, slots: SlotSet) -> list[tuple[Slot, Version]]:
+        """Whole copies that the present incarnation will commit or abort.
+
+        Where a worker of the past has a new agent go on with its incarnation, there may be copies of the next one, too.
+        """
+        whole = [(slot, slot.version) for slot in slots.undecided() if slot.state is SlotState.COMPLETE and slot.version]
+        return [(slot, version) for slot, version in whole if self._is_of_present(version)]
 
     def _skip(self, owner: int, version: Version) -> None:
         self.skipped[owner] = max(version, self.skipped.get(owner, version))

@@ -9,6 +9,7 @@ import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -532,7 +533,8 @@ class Bookmark:
             yield from self._noted(inner)
             return
         first, present = self._taken, self._parts.present()
-        with unchanged_randomness():
+        # The first batch is made, in this process, with what the order has left of the generators.
+        with unchanged_randomness() if first or self._num_workers else nullcontext():
             self._parts.go_back_to(position["sampler"], samplers_only=bool(first or self._workers))
             before = script_states()
             drawn = [*itertools.islice(inner, 1)]

@@ -144,9 +144,11 @@ class Retention:
         return found[0] if found else None
 
     def _delete(self, storage: Storage, one: Sighting) -> None:
-        """Deletes a checkpoint, whose manifest is asked for by name: a listing may have left it out."""
-        if one.condition == "torn" and exists(storage, f"{one.folder}/{MANIFEST}"):
+        """Deletes a checkpoint, its manifest first and by name: a listing may have left it out."""
+        manifest = f"{one.folder}/{MANIFEST}"
+        if one.condition == "torn" and exists(storage, manifest):
             return
+        storage.delete(manifest)
         for key in files_of(storage, one.folder):
             storage.delete(key)
 

@@ -382,6 +382,17 @@ def test_an_agent_that_was_restarted_does_not_report_what_its_incarnation_has_le
     assert host.request(0, version(2, incarnation=2))[0] == Grant(owner=0, slot=1, version=version(2, incarnation=2))
 
 
+def test_an_incarnation_of_the_past_says_nothing_of_the_next_one_and_cannot_abort_its_copies() -> None:
+    """Section 7: "Receivers, commits and manifests refuse older incarnations"; a worker of the past had a new agent go on with its own."""
+    host, newer = Host(name="a"), version(9, incarnation=2)
+    host.adopt(0, 0, newer)
+    host.adopt(1, 0, newer)
+    host.reopen(HOLDERS, version(8), Incarnation(1, "nonce"))
+    assert host.reports() == host.send_again(0) == host.on_abort(newer) == []
+    host.reopen(HOLDERS, version(8), newer.incarnation)
+    assert [(report.version, report.owner) for report in host.reports()] == [(newer, 0), (newer, 1)]
+
+
 def test_what_was_committed_stays_until_all_hosts_have_opened_an_incarnation_that_goes_back() -> None:
     """Section 8: an incarnation that some host never opens has never been; what the others had before is all there is then."""
     host = begun(slots=3)

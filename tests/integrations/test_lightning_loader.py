@@ -557,6 +557,22 @@ def test_a_sampler_that_draws_each_batch_when_it_is_asked_goes_on_as_it_was(stop
     check_going_on(lambda: DataLoader(Noisy(), batch_sampler=Chosen()), stop, meanwhile=weigh)
 
 
+class Unsized(Sampler[int]):
+    """Draws the order of an epoch, of unknown length, from the process's generators."""
+
+    def __iter__(self) -> Iterator[int]:
+        yield from np.random.permutation(torch.randperm(SAMPLES).tolist()).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [(1, 0), (1, 1)])
+def test_a_first_batch_that_was_taken_in_advance_finds_what_its_order_has_left_of_the_generators(
+    workers: int, stop: tuple[int, int]
+) -> None:
+    """As where Lightning iterates a short loader again beside a longer one whose length is unknown."""
+    check_going_on(lambda: DataLoader(Noisy(), BATCH, sampler=Unsized(), num_workers=workers), stop, in_advance=True)
+
+
 def test_digests_of_an_order_are_few_and_those_of_the_same_numbers_are_the_same() -> None:
     batches: list[Any] = [[1, 2], np.array([1, 2]), torch.tensor([1, 2]), [np.int64(1), np.int64(2)]]
     assert len({digest_of([batch]) for batch in batches}) == 1

@@ -511,6 +511,23 @@ def test_what_retention_deletes_between_the_listing_and_the_reading_is_not_the_e
     assert newest_whole(storage, "run", "main") == newer
 
 
+def test_a_manifest_that_a_listing_leaves_out_goes_before_its_shards() -> None:
+    now, deleted = InMemory(), list[str]()
+    older, newest = save(now, version(10)), save(now, version(20))
+
+    class Lagged(Lagging):
+        def list(self, prefix: str = "") -> Sequence[str]:
+            return [key for key in super().list(prefix) if prefix != f"{older.folder}/" or not key.endswith("manifest.json")]
+
+        def delete(self, key: str) -> None:
+            deleted.append(key)
+            super().delete(key)
+
+    assert retain(now, keep_last=1, reopen=lambda: Lagged(now)) == [older.folder]
+    assert deleted[0] == f"{older.folder}/manifest.json"
+    assert folders(now) == {newest.folder}
+
+
 def test_a_listing_that_stays_old_is_told_by_the_mark() -> None:
     now = InMemory()
     save(now, version(10))
