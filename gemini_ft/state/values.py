@@ -157,7 +157,7 @@ def _without_functions(value: Any, current: Any) -> Iterator[tuple[defaultdict[A
 def is_shared(value: Any) -> bool:
     """Whether a value lies in memory that worker processes see too. A tensor that is a part of another one may not stay so."""
     if is_a(value, torch.Tensor):
-        storage = value.untyped_storage() if value.device.type == "cpu" else None
+        storage = value.untyped_storage() if value.device.type == "cpu" and value.layout is torch.strided else None
         return storage is not None and storage.is_shared() and bool(storage.nbytes() == value.nbytes)
     return is_a(value, (*_Number, *_Numbers))
 
