@@ -37,6 +37,7 @@ from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, S
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
 from gemini_ft.state.methods import set_in
+from gemini_ft.state.remembered import HELD
 from gemini_ft.state.rng import (
     Randomness,
     generator_states,
@@ -626,7 +627,7 @@ class Bookmark:
         """Paths of attributes of the data that have changed since the first epoch began: those that are kept, and the others."""
         kept = self._parts.born.changes().kept
         lost = [*self.lost_here, *sorted(self._workers.lost if self._workers else ())]
-        return [f"{path}.{name}" for path, values in kept.items() for name in values], lost
+        return [f"{path}.{name}" for path, values in kept.items() if path != HELD for name in values], lost
 
     @property
     def _may_lose(self) -> bool:
