@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -19,11 +20,25 @@ from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.launch import notes
 from gemini_ft.loaders.between import OF_WORKERS, Between
 from gemini_ft.loaders.order import DrawnOrder, digest_of
-from gemini_ft.loaders.parts import DataResume, LoaderParts, Way, facts, is_sized, is_stateful, is_torchdata, of_sampler, refuse_gone, split
+from gemini_ft.loaders.parts import (
+    DataResume,
+    LoaderParts,
+    Way,
+    facts,
+    goes_on_at_end,
+    is_sized,
+    is_stateful,
+    is_torchdata,
+    of_sampler,
+    refuse_gone,
+    split,
+)
 from gemini_ft.loaders.stripes import BATCHES, restriped, why_undivided
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
+from gemini_ft.state.methods import set_in
+from gemini_ft.state.remembered import HELD
 from gemini_ft.state.rng import (
     Randomness,
     generator_states,
@@ -108,6 +123,9 @@ class Bookmark:
         self._taken = 0  # batches that came out of it, skipped ones included; of what is iterated once, in all iterations
         self._taken_before = 0  # those of earlier iterations among them
         self._given_from = 0  # the first one that this process's loop is given
+        self.asked_by = 0  # the thread that has asked for the last one
+        self._threads: set[threading.Thread] = set()  # there were these before it was started
+        self._is_fed = False  # threads of its own make its batches, in advance: what they have drawn by now is left to them
         self._step_at = (0, 0)  # the place at the last step, where steps are told of
         self.held_back = 0  # batches that whoever asks for them has not passed on to the loop
         self._before_last: dict[str, Any] | None = None
@@ -221,8 +239,9 @@ class Bookmark:
             self._taken = already if self._way == "replay" else position["start"]
             batches = self._from_the_position(start, position)
             self._load_again(batches, position["batches"])
+            self._look_for_threads()
         self._loaded_again = [] if self._num_workers else self._parts.data.changes().lost
-        if not position["ahead"]:
+        if not position["ahead"] and not self._is_fed:
             self._put(position["now"], position)
         return self._batches_after(position, batches)
 
@@ -332,7 +351,7 @@ class Bookmark:
         if self._between.forked is not None:
             self._parts.born.give_back(self._begin["attributes"])
         self._drew = self._way == "own" and self._taken < position["batches"]
-        if self._first is not None and (self._drew or self._way == "replay"):
+        if self._first is not None and (self._drew or self._way == "replay") and not self._is_fed:
             self._parts.go_back_to(self._first)
         return self._batches(inner)
 
@@ -341,9 +360,11 @@ class Bookmark:
         if self._workers:
             known = position if position is not None and position["start"] == self._taken else None
             self._workers.start(self._taken, known["workers"] if known else {}, position["lost"] if position else ())
-        self.starting = True
+        self.starting, self._is_fed, self._threads = True, False, {*threading.enumerate()}
         try:
-            inner = self._between.start(start, new=self._way != "own")
+            with goes_on_at_end(self._loader, is_resumed=position is not None):
+                inner = self._between.start(start, new=self._way != "own")
+            self._look_for_threads()
             if self._workers:
                 self._workers.started()
             return inner
@@ -351,6 +372,11 @@ class Bookmark:
             self.starting = False
             if position is not None:
                 self._asks = position["asks"]
+
+    def _look_for_threads(self) -> None:
+        """Looks for threads that have come since the iteration was started, and are not those of torch's worker processes."""
+        new = [thread.name for thread in threading.enumerate() if thread not in self._threads]
+        self._is_fed |= any(not name.startswith("QueueFeederThread") and "_pin_memory_loop" not in name for name in new)
 
     def _batches(self, inner: Iterator[Any]) -> Iterator[Any]:
         return self._until_over(self._watched(inner), self._iterations)
@@ -394,6 +420,7 @@ class Bookmark:
             if self._workers and self._workers.persistent and self._workers.lost and not (self._insists or self.lenient):
                 raise self._about_lost_in_workers()
             self._taken += 1
+            self.asked_by = threading.get_ident()
             yield batch
 
     def _randomness_beside(self) -> Randomness:
@@ -602,7 +629,7 @@ class Bookmark:
         """Paths of attributes of the data that have changed since the first epoch began: those that are kept, and the others."""
         kept = self._parts.born.changes().kept
         lost = [*self.lost_here, *sorted(self._workers.lost if self._workers else ())]
-        return [f"{path}.{name}" for path, values in kept.items() for name in values], lost
+        return [f"{path}.{name}" for path, values in kept.items() if path != HELD for name in values], lost
 
     @property
     def _may_lose(self) -> bool:
@@ -679,8 +706,8 @@ class Bookmark:
 
     @property
     def _is_iterator(self) -> bool:
-        """Whether the loader can be iterated only once; then each epoch takes the batches that follow."""
-        return self._way == "replay" and hasattr(self._base, "__next__")
+        """Whether the loader can be iterated only once, as its ``__iter__`` sets nothing; each epoch takes the batches that follow."""
+        return self._way == "replay" and hasattr(self._base, "__next__") and not set_in(self._base, "__iter__")
 
 
 def _goes_on(position: dict[str, Any] | None) -> bool:

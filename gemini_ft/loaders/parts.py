@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -198,6 +199,19 @@ def is_stateful(item: Any) -> bool:
 def is_torchdata(base: Any) -> bool:
     """Whether a class is torchdata's StatefulDataLoader."""
     return any(kind.__module__.startswith("torchdata.") and kind.__name__ == "StatefulDataLoader" for kind in base.__mro__)
+
+
+@contextmanager
+def goes_on_at_end(loader: Any, *, is_resumed: bool) -> Iterator[None]:
+    """Lets a Loader of torchdata's nodes, which is given the state of an epoch's end, go on there, and not with the next epoch."""
+    restarts = is_resumed and getattr(loader, "restart_on_stop_iteration", False) is True
+    if restarts:
+        loader.restart_on_stop_iteration = False
+    try:
+        yield
+    finally:
+        if restarts:
+            loader.restart_on_stop_iteration = True
 
 
 def _refills(dataset: Any) -> bool:

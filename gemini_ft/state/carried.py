@@ -147,7 +147,7 @@ class Carried:
             before = _Seen(id(value), frozenset(owners), {})
             changed: dict[str, _Leaf] = {}
         else:
-            changed = {path: owners[path] for path in owners if path in before.marks}
+            changed = {path: owners[path] for path in owners if path in before.marks and path not in leaves}
             for path, leaf in leaves.items():
                 if path in before.marks:
                     mark = before.marks[path]
@@ -170,6 +170,8 @@ class Carried:
                 if id(item) in seen or len(seen) > _OBJECTS or self._is_known(item):
                     continue
                 parts = _parts(item, variables)
+                if is_attribute and is_a(item, FunctionType):
+                    leaves[path] = leaf._replace(value=str(item.__code__))
                 if is_attribute and (parts is None or is_a(item, (*_CONTAINERS, nn.Module))):
                     leaves[path] = leaf if type(item) not in _ITERATORS else leaf._replace(value=_next_of(item))
                 elif parts is not None and not is_a(item, _CONTAINERS):

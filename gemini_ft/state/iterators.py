@@ -6,6 +6,7 @@ import gc
 import inspect
 import itertools
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import GeneratorType
@@ -18,7 +19,8 @@ from torch.utils.data import dataloader as torch_loaders
 
 from gemini_ft.errors import StateError
 from gemini_ft.state.left_out import instances
-from gemini_ft.state.script import variables_of
+from gemini_ft.state.loop_turns import turns_at
+from gemini_ft.state.script import script_frames, variables_of
 from gemini_ft.state.worlds import Resize
 
 _log = logging.getLogger("gemini_ft")
@@ -134,9 +136,12 @@ class BatchSource:
 
         The first step of an iteration shows it: one that takes more batches than the next ones has left some for these. Two of these tell
         how many a step takes, as one alone may have taken what was left of an epoch. Where the first batches were skipped, or looked at,
-        it is the same, so that only two iterations in a row that begin like this are believed.
+        it is the same, so that only two iterations in a row that begin like this are believed. What another thread has asked for is ahead.
         """
         marks = _marks(state)
+        here = threading.get_ident()
+        if any(mark.is_under_way and mark.given and mark.asked_by != here for mark in marks.values()):
+            return True
         is_fed = [mark.place for mark in marks.values()] != self._places
         found = False
         for key, mark in marks.items():
@@ -162,6 +167,17 @@ class BatchSource:
         self._was_fed = self._was_fed or is_inside
         self._strange = self._strange + 1 if self._was_fed and not is_inside and self._places == before else 0
         return self._strange == 2
+
+
+def is_kept(state: Iterable[Any]) -> bool:
+    """Whether the steps of a loop are made in turns of an inner one that read what an outer loop has taken from a loader in ``state``."""
+    loaders = _marks(state)
+    for frame in script_frames() if loaders else ():
+        variables = variables_of(frame) if len(turns := turns_at(frame) or ()) > 1 else {}
+        for outer, inner in itertools.combinations(turns, 2):
+            if outer.target & inner.uses and any(id(variables.get(name)) in loaders for name in outer.iterated):
+                return True
+    return False
 
 
 def wrappers(state: Iterable[Any]) -> set[str]:

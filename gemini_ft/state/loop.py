@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from gemini_ft.errors import ConfigError
 from gemini_ft.state.carried import Carried
-from gemini_ft.state.iterators import BatchSource, is_plain_loader, unkept, wrappers
+from gemini_ft.state.iterators import BatchSource, is_kept, is_plain_loader, unkept, wrappers
 from gemini_ft.state.left_out import Generators, instances, left_out, not_saved
 from gemini_ft.state.rng import GivenGenerator, is_generator
 from gemini_ft.state.tensors import every_optimizer
@@ -143,7 +143,7 @@ class LoopWatch:
 
     def _look_at_batches(self, loaders: Collection[Any]) -> None:
         is_ahead, is_elsewhere = self._source.is_ahead(loaders), self._source.has_changed(loaders)
-        if is_ahead:
+        if is_ahead or (self._is_first and is_kept(loaders)):
             self._say(
                 "this loop takes batches of a loader in `state` that later steps use (a list of batches, one fetched ahead), or makes "
                 "several steps with one: a batch that is at hand is in no snapshot, and after a failure the loop goes on with the one "

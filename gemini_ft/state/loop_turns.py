@@ -29,17 +29,20 @@ class LoopTurn(ast.NodeVisitor):
         self._read: set[str] = set()
         self._adds, self._used = set[str](), set[str]()
         self.iterated: set[str] = set()  # names in the expression that the loop iterates over
+        self.target = set[str]()  # names that the loop itself assigns
         self.counter = ""  # the name that counts the turns of a loop over a range, which begins anew with it; empty: it is no such loop
         if isinstance(loop, ast.While):
             self.visit(loop.test)
         elif isinstance(loop, ast.For | ast.AsyncFor):
             self.iterated = {node.id for node in ast.walk(loop.iter) if isinstance(node, ast.Name)}
             self.visit(loop.target)
+            self.target = set(self.stored)
             called = getattr(loop.iter, "func", None)
             if isinstance(called, ast.Name) and called.id == "range" and isinstance(loop.target, ast.Name):
                 self.counter = loop.target.id
         for statement in getattr(loop, "body", ()):
             self.visit(statement)
+        self.uses = self._read  # names that a turn reads before it assigns them, if it does
         self.carried = self.stored & self._read  # those of them that a turn reads before it assigns them
         self.added = self._adds - self._used
 

@@ -24,16 +24,22 @@ def kept_by(kind: type) -> frozenset[str]:
     It may set them in methods that it calls; what ``state_dict`` reads in others may be there to be shown. Where one of the two takes
     ``vars(self)``, all attributes that its class sets are among them.
     """
-    found, left, seen = set[str](), ["load_state_dict"], set[str]()
+    found = {*set_in(kind, "load_state_dict")}
     for base, function in [*_methods(kind, "state_dict"), *_methods(kind, "load_state_dict")]:
         names = {use.name for use in _uses(function)}
         found |= names | (set_by(base) if names & {"", "__dict__"} else set())
+    return frozenset(name for name in found - {"", "__dict__"} if not any(_methods(kind, name)))
+
+
+def set_in(kind: type, method: str) -> set[str]:
+    """Names of the attributes that a method sets, itself and in methods that it calls."""
+    found, left, seen = set[str](), [method], set[str]()
     while left:
         seen.add(name := left.pop())
         uses = [use for _, function in _methods(kind, name) for use in _uses(function)]
         found |= {use.name for use in uses if use.is_set}
         left += {use.name for use in uses} - seen
-    return frozenset(name for name in found - {"", "__dict__"} if not any(_methods(kind, name)))
+    return found
 
 
 def _methods(kind: type, name: str) -> Iterator[tuple[type, FunctionType]]:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.state.fields import of_class
 from gemini_ft.state.methods import set_by
-from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes, hooks_of
+from gemini_ft.state.remembered import HELD, HOOKS, MODULE_INTERNALS, Attributes, hooks_of
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
 from gemini_ft.state.script import is_of_script
 from gemini_ft.state.values import is_same
@@ -180,6 +180,8 @@ class Modes:
         yield _FLAGS.found("flags", note=note)
         kept, lost = self._attributes.changes()
         for path, found in kept.items():
+            if path == HELD:
+                continue
             yield from (_SMALL.found(f"{path}.{name}", note=type(value).__name__) for name, value in found.items())
         masked = _masked(modules)
         yield from ((_MASKED.found(path, masked[path].nbytes) if path in masked else _LARGE.found(path)) for path in lost)

@@ -39,15 +39,18 @@ from gemini_ft.state.values import (
     digest,
     entries,
     has_its_functions,
+    is_changeable,
     is_same,
     is_shared,
     snapshot,
     wrote,
 )
 
-Values = dict[str, dict[str, Any]]  # path of an object -> attribute -> value; `_GONE` -> path -> attributes that have been deleted
+# Path of an object -> attribute -> value; `_GONE` -> path -> attributes that have been deleted; `HELD` -> path -> attributes that are
+# still the very objects of the mark, which others may hold as well.
+Values = dict[str, dict[str, Any]]
 
-_GONE = "(gone)"
+_GONE, HELD = "(gone)", "(held)"
 _DEPTH, _OBJECTS = 6, 2000
 _MANY = 1000  # entries of a namespace; one with more was none, and is lost
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
@@ -97,6 +100,7 @@ class Attributes:
         self._objects: dict[str, Any] = {}
         self._namespaces: set[int] = set()  # ids of those among them that are dicts, whose entries are their attributes
         self._marked: dict[str, dict[str, Any]] = {}
+        self._numbers: dict[str, dict[str, int]] = {}  # ids of attributes that can change in place, when they were first seen
         self._elsewhere: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
         self._came: dict[str, tuple[weakref.ref[torch.Tensor], int, bool]] = {}  # tensors in place of None: version, whether they stayed so
         self.mark()
@@ -107,8 +111,9 @@ class Attributes:
         self._objects = self._find(self._roots)
         self._left = {path: self._names_to_leave(item) for path, item in self._objects.items()}
         self._forget_looks()
-        self._marked, self._elsewhere = {}, {}
+        self._marked, self._elsewhere, self._numbers = {}, {}, {}
         for path, item in self._objects.items():
+            self._number(path, item)
             marked = self._marked[path] = {}
             for name, value in self._of(path, item):
                 marked[name] = snapshot(value, not self._caches)
@@ -121,14 +126,18 @@ class Attributes:
         for path, item in self._find(self._roots).items():
             if self._objects.get(path) is not item:
                 self._objects[path], self._left[path] = item, self._names_to_leave(item)
+                self._number(path, item)
                 self._forget_looks()
                 self._marked.setdefault(path, {})
+
+    def _number(self, path: str, item: Any) -> None:
+        self._numbers[path] = {name: id(value) for name, value in self._of(path, item) if is_changeable(value)}
 
     def count_from(self, other: Attributes) -> None:
         """Counts among the changes what had changed since the mark of ``other``, of objects that are in both, when it is called."""
         paths = {id(item): path for path, item in self._objects.items()}
         for path, values in other.changes().kept.items():
-            marked = self._marked.get(paths.get(id(other._objects[path]), ""), {})
+            marked = self._marked.get(paths.get(id(other._objects.get(path)), ""), {})
             for name in values:
                 marked.pop(name, None)
         self._forget_looks()
@@ -163,7 +172,8 @@ class Attributes:
                 try:
                     copy = copy_of(value)
                 except NotPlain:
-                    if not (self._is_root(value) or self._holds_roots(value, then) or _is_harmless(value, self._caches)):
+                    is_other = not self._caches and type(then) is Opaque and then.is_other_code(value)
+                    if is_other or not (self._is_root(value) or self._holds_roots(value, then) or _is_harmless(value, self._caches)):
                         lost.append(f"{path}.{name}")
                         if then is None and is_a(value, torch.Tensor):
                             self._see(lost[-1], value)
@@ -172,6 +182,8 @@ class Attributes:
                     lost.append(f"{path}.{name}")
                 elif not is_same(copy, then):
                     kept.setdefault(path, {})[name] = copy
+                    if self._numbers.get(path, {}).get(name) == id(value):
+                        kept.setdefault(HELD, {}).setdefault(path, []).append(name)
         if still is None:
             self._still = _StillModules({path: (vars(self._objects[path]), self._watched[path][1]) for path in equal}, self._objects)
         return AttributeChanges(kept, lost)
@@ -259,7 +271,8 @@ class Attributes:
                 stays = not lost or is_a(current, _CODE) or f"{path}.{name}" in replaced
                 if is_same(present, then) or (name not in given and type(present) is Opaque and stays):
                     continue
-                if not (is_shared(current) and wrote(current, then)):
+                is_held = shared and name in given and name in values.get(HELD, {}).get(path, ())
+                if not ((is_shared(current) or is_held) and wrote(current, copy_for(then, current))):
                     _set(now, name, copy_for(then, current))
 
     def exchange(self, values: Values, below: tuple[str, ...], *, new: bool) -> AttributeSwap:

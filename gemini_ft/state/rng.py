@@ -28,7 +28,7 @@ from gemini_ft.state.script import is_of_library, script_modules
 # the script has generators, their states by name)
 Randomness = tuple[Any, ...]
 
-_CLOSED = (str, bytes, int, float, type, torch.Tensor, np.ndarray)
+_CLOSED = (str, bytes, int, float, type, ModuleType, torch.Tensor, np.ndarray)
 _TRACKERS = ("deepspeed.runtime.activation_checkpointing.checkpointing", "megatron.core.tensor_parallel.random")
 _OF_NUMPY = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, np.random.SeedSequence)
 GENERATORS = (torch.Generator, SobolEngine, *_OF_NUMPY, random.Random)
@@ -263,14 +263,14 @@ class EveryGenerator:
 def private_generators(**roots: Any) -> dict[str, Any]:
     """Generators that objects hold for themselves, by the path that leads to them from ``roots``.
 
-    Looks into attributes, lists, tuples, mappings and partials, six levels and two thousand objects beside the roots deep: enough for
-    datasets and chains of transforms. A generator that is created later, or hidden deeper, is not found. So are those that a function of
-    the script encloses, or has as defaults; other objects there are not looked into.
+    Looks into attributes, lists, tuples, mappings and partials, ten levels and two thousand objects beside the roots deep: enough for
+    datasets, and chains of transforms or of torchdata's nodes. A generator that is created later, or hidden deeper, is not found. So are
+    those that a function of the script encloses, or has as defaults; other objects there are not looked into.
     """
     found: dict[str, Any] = {}
     seen = {id(torch.default_generator)}
     level = list(roots.items())
-    for _ in range(6):
+    for _ in range(10):
         below: list[tuple[str, Any]] = []
         for path, item in level:
             if id(item) in seen or len(seen) > 2000 + len(roots):

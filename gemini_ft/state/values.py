@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import functools
 import itertools
 import mmap
 import operator
@@ -11,6 +12,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from multiprocessing.sharedctypes import Synchronized, SynchronizedArray
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from gemini_ft.state.tensors import version_of
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes})
 SEQUENCES = (list, tuple, set, frozenset, deque)
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_CHANGEABLE = (list, set, deque, *MAPPINGS, bytearray, np.ndarray, torch.Tensor)  # in place
 SMALL = 2**18  # bytes of a value that is kept
 _WHOLE = 2**20  # bytes of an array of which all elements are looked at
 _MANY = 1000  # objects in a container of which the attributes are looked at
@@ -45,6 +48,7 @@ class Opaque:
 
     def __init__(self, value: Any, closely: bool) -> None:
         self._id, self._mark, self._closely = id(value), _mark(value, closely), closely
+        self._code = code_of(value)
         self._reference: weakref.ref[Any] | None
         try:
             self._reference = weakref.ref(value)
@@ -55,9 +59,24 @@ class Opaque:
         """Whether this is the mark of the very object."""
         return id(value) == self._id if self._reference is None else self._reference() is value
 
+    def is_other_code(self, value: Any) -> bool:
+        """Whether this is the mark of a function, and ``value`` is one that does something else."""
+        return self._code is not None and code_of(value) not in (None, self._code)
+
     def is_now(self, value: Any) -> bool:
         """Whether this is the mark of the very object, and the object shows no change."""
         return self.is_of(value) and _mark(value, self._closely) == self._mark
+
+
+def code_of(value: Any) -> Any:
+    """Tells functions apart, methods and partials too, by what they do; None: the value is none."""
+    if is_a(value, functools.partial):
+        return code_of(value.func), *(part for part in (*value.args, *value.keywords.values()) if type(part) in ATOMS)
+    if is_a(value, MethodType):
+        return code_of(value.__func__)
+    if is_a(value, FunctionType):
+        return value.__code__, value.__qualname__
+    return value.__qualname__ if is_a(value, BuiltinFunctionType) else None
 
 
 def snapshot(value: Any, closely: bool = False) -> Any:
@@ -157,24 +176,45 @@ def _without_functions(value: Any, current: Any) -> Iterator[tuple[defaultdict[A
 def is_shared(value: Any) -> bool:
     """Whether a value lies in memory that worker processes see too. A tensor that is a part of another one may not stay so."""
     if is_a(value, torch.Tensor):
-        storage = value.untyped_storage() if value.device.type == "cpu" else None
+        storage = value.untyped_storage() if value.device.type == "cpu" and value.layout is torch.strided else None
         return storage is not None and storage.is_shared() and bool(storage.nbytes() == value.nbytes)
     return is_a(value, (*_Number, *_Numbers))
 
 
-def wrote(shared: Any, value: Any) -> bool:
-    """Writes ``value`` into memory that processes share; False: it does not fit."""
-    if isinstance(shared, torch.Tensor):
-        if not isinstance(value, torch.Tensor) or (shared.shape, shared.dtype) != (value.shape, value.dtype):
+def is_changeable(value: Any) -> bool:
+    """Whether a plain value can change and stay the object that it is, so that others that hold it see the change."""
+    return type(value) in _CHANGEABLE
+
+
+def wrote(held: Any, value: Any) -> bool:
+    """Writes ``value`` into an object that others hold as well, or into memory that processes share; False: it does not fit."""
+    if is_changeable(held) and type(held) is not type(value):
+        return False
+    if type(held) in (list, deque):
+        if type(held) is deque and held.maxlen != value.maxlen:
+            return False
+        held.clear()
+        held.extend(value)
+    elif type(held) in (set, *MAPPINGS):
+        held.clear()
+        held.update(value)
+    elif isinstance(held, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or (held.shape, held.dtype, held.device) != (value.shape, value.dtype, value.device):
+            return False
+        if held.is_inference() or 0 in held.stride():
             return False
         with torch.no_grad():
-            shared.copy_(value)
-    elif isinstance(shared, _Number):
-        shared.value = value
-    elif len(shared) != len(value):
+            held.copy_(value)
+    elif type(held) is np.ndarray:
+        if (held.shape, held.dtype) != (value.shape, value.dtype) or not held.flags.writeable:
+            return False
+        held[...] = value
+    elif isinstance(held, _Number):
+        held.value = value
+    elif len(held) != len(value):
         return False
     else:
-        shared[:] = value
+        held[:] = value
     return True
 
 

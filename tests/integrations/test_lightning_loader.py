@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import random
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,6 +19,7 @@ import pytest
 import torch
 from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, OwnEpochs, Stream, check_going_on, shuffled
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+from torchdata import nodes
 
 from gemini_ft.errors import StateError, UnsupportedStateError
 from gemini_ft.loaders.loader import ResumableIterable, make_resumable
@@ -47,6 +51,68 @@ class Own(DataLoader[torch.Tensor]):
         for batch in super().__iter__():
             yield batch
             yield -batch
+
+
+class Background:
+    """A thread fetches batches in advance, so many of them."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._queue = queue.Queue[Any](2)
+        threading.Thread(target=lambda: [self._queue.put(each) for each in (*batches, None)], daemon=True).start()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._queue.get, None)
+
+
+class InBackground(DataLoader[torch.Tensor]):
+    """As scripts have it that fetch in a thread."""
+
+    def __iter__(self) -> Any:
+        return iter(Background(super().__iter__()))
+
+
+class Indices(Dataset[torch.Tensor]):
+    """Augments from a generator of its own, and so late that a thread does not come to an end before the loop."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(5)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.001)
+        return torch.tensor([float(index), self.own.random()], dtype=torch.float64)
+
+
+def of_nodes() -> Any:
+    """A pipeline of torchdata's nodes, so deep that the sampler's generator is its eighth level."""
+    sampler = RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(5))
+    node = nodes.Mapper(nodes.Mapper(nodes.SamplerWrapper(sampler), float), lambda number: torch.tensor([number]))
+    return nodes.Loader(nodes.Prefetcher(nodes.Mapper(nodes.Batcher(node, BATCH, drop_last=False), torch.stack), 2))
+
+
+class Fast:
+    """Is its own iterator, as scripts have it that keep all data in one tensor, and shuffles that itself."""
+
+    def __init__(self) -> None:
+        self.data = torch.arange(float(SAMPLES))
+
+    def __len__(self) -> int:
+        return -(-SAMPLES // BATCH)
+
+    def __iter__(self) -> Fast:
+        self.begin()
+        return self
+
+    def begin(self) -> None:
+        self.data, self.at = self.data[torch.randperm(SAMPLES)], 0
+
+    def __next__(self) -> torch.Tensor:
+        if self.at >= SAMPLES:
+            raise StopIteration
+        self.at += BATCH
+        return self.data[self.at - BATCH : self.at]
 
 
 class Batches:
@@ -90,13 +156,17 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "stream-workers": lambda: DataLoader(Stream(), BATCH, num_workers=2),
     "own-iteration": lambda: Own(Noisy(), BATCH, shuffle=True, num_workers=2),
     "iterable": Batches,
+    "background": lambda: InBackground(Indices(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "background-workers": lambda: InBackground(Indices(), BATCH, shuffle=True, num_workers=2),
+    "nodes": of_nodes,
+    "fast": Fast,
     "enclosed": lambda: shuffled(Noisy(), collate_fn=mixing()),
     "enclosed-workers": lambda: shuffled(Noisy(), collate_fn=mixing(), num_workers=2),
 }
 
 
 @pytest.mark.parametrize("name", MAKERS)
-@pytest.mark.parametrize("stop", [(0, 3), (1, 0), (1, 5)])
+@pytest.mark.parametrize("stop", [(0, 3), (1, 0), (1, 5), (1, 6)])
 def test_goes_on_with_the_next_batch(name: str, stop: tuple[int, int]) -> None:
     check_going_on(MAKERS[name], stop)
 

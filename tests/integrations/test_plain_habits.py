@@ -117,6 +117,7 @@ HABITS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "memory": (iter, "changes memory while it trains"),
     "global": (iter, "changes COUNT while it trains"),
     "hook": (iter, "changes damp.calls while it trains"),
+    "another loss": (iter, "changes loss_of while it trains"),
     "rates": (iter, "changes rates while it trains"),
     "class": (iter, "changes Stopper.made while it trains"),
     "another loader": (iter, "draws from the generator others.generator, which is in no snapshot"),
@@ -162,6 +163,14 @@ class Stopper:
         return self.bad > 20
 
 
+def first_loss(output: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+def second_loss(output: torch.Tensor) -> torch.Tensor:
+    return output.square().sum()
+
+
 def count_gradients(model: nn.Linear) -> None:
     calls = [0]
 
@@ -185,6 +194,7 @@ def loop_in_every_way() -> dict[str, list[str]]:
             count_gradients(model)
         copied, teachers, stopper = copy.deepcopy(model), [copy.deepcopy(model)], Stopper()
         rates = iter([0.1 / (1 + step) for step in range(40)])
+        loss_of = first_loss
         baseline, hidden, memory, losses = 0.0, torch.zeros(2), np.zeros((9999, 9)), list[float]()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         numpy, own, unused, given = np.random.default_rng(1), random.Random(2), random.Random(3), torch.Generator()
@@ -198,11 +208,13 @@ def loop_in_every_way() -> dict[str, list[str]]:
             checkpointer.resume()
             total = 0.0
             for _ in early or batches(loader):
-                loss = model(torch.rand(2, 3, generator=given)).sum()
+                loss = loss_of(model(torch.rand(2, 3, generator=given)))
                 loss.backward()
                 optimizer.step()
                 keeper.follow(model)
                 match name:
+                    case "another loss":
+                        loss_of = first_loss if loss_of is second_loss else second_loss
                     case "drawn":
                         numpy.random(), own.random()
                     case "copy":

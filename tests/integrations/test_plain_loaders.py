@@ -201,6 +201,29 @@ def test_workers_of_an_iterator_that_is_freed_in_a_cycle_end_at_once() -> None:
     assert worker.exitcode == 0  # torch waits 5 s for a worker that it cannot reach, and kills it
 
 
+@pytest.mark.parametrize("how", ["nested", "in turns", "in a thread"])
+def test_batches_that_an_outer_loop_or_a_thread_has_taken_are_named_at_the_first_step(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The outer loop's batch is at hand while an inner one goes through another loader; a thread has asked for the next one already."""
+    loader, beside = (gemini_ft.resumable(DataLoader(torch.arange(8.0), 2)) for _ in range(2))  # type: ignore[arg-type]
+    state = {"loader": loader, "beside": beside}
+    watch = LoopWatch(state.values(), has_resumed=False)
+    with caplog.at_level("WARNING", "gemini_ft"), ThreadPoolExecutor(1) as thread:
+        if how == "in a thread":
+            batches = iter(loader)
+            thread.submit(next, batches).result()
+            watch.look([], state, [])
+        elif how == "nested":
+            for batch in loader:
+                for other in beside:
+                    watch.look([], state, [], iteration=int(other.sum() + batch.sum()))
+        else:
+            for batch in loader:
+                watch.look([], state, [], iteration=int(batch.sum()))
+            for batch in beside:
+                watch.look([], state, [], iteration=int(batch.sum()))
+    assert ("takes batches of a loader in `state` that later steps use" in caplog.text) is (how != "in turns")
+
+
 @pytest.mark.parametrize("is_seeded", [True, False], ids=["seeded", "of the process"])
 def test_a_loader_is_named_whose_iterations_draw_from_the_process_though_its_order_does_not(
     is_seeded: bool, caplog: pytest.LogCaptureFixture

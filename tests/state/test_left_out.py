@@ -57,6 +57,17 @@ def test_schedulers_scalers_and_averages_are_found_unless_they_are_given_somewhe
     del unrelated, unused, disabled
 
 
+def test_a_generator_of_a_parametrization_deep_in_a_model_is_known_wherever_else_it_is_found() -> None:
+    noisy: Any = nn.Identity()
+    noisy.generator = torch.Generator()
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
+    nn.utils.parametrize.register_parametrization(model[0][0], "weight", noisy)
+    beside = SimpleNamespace(found=noisy.generator)
+    generators = Generators([model])
+    torch.rand((), generator=beside.found)
+    assert generators.drawn_from() == []
+
+
 def test_only_an_epoch_that_was_gone_through_is_one_that_is_repeated() -> None:
     """A loop that takes the first batch of a new iteration in each step does not repeat an epoch, and a constant does not count epochs."""
 

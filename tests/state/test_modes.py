@@ -10,6 +10,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -235,6 +236,77 @@ def test_constants_that_a_script_changes_between_two_runs_stay_as_it_says() -> N
     give(take(state), fresh)
     assert again.constant == 2.0
     assert again.average == model.average
+
+
+CONSTANT = [1, 2]
+
+
+class Holder:
+    """Holds what another object holds as well."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        vars(self).update(held)
+
+
+def _holding() -> tuple[nn.Module, Holder]:
+    """A module and another object that hold the same; some of it is a constant of the script, or has two names."""
+    held = {"list": [0], "dict": {}, "set": set(), "deque": deque([0], maxlen=2), "array": np.zeros(2), "tensor": torch.zeros(2)}
+    module, beside = nn.Module(), Holder(held)
+    for name, value in held.items():
+        setattr(module, name, value)
+    module.constant, module.best = CONSTANT, (now := [0])
+    module.now = now
+    return module, beside
+
+
+def _advance(module: Any) -> None:
+    module.list.append(1)
+    module.dict[len(module.dict)] = 1
+    module.set.add(len(module.set))
+    module.deque.append(3)
+    module.array += 1
+    module.tensor += 1
+    module.now.append(4)
+    module.constant = [*module.constant, 9]
+
+
+def test_what_several_objects_hold_stays_one_object_and_what_they_held_before_stays_as_it_is() -> None:
+    """A list of the module and of a callback; and one that was the same at first, and has been replaced in one of them."""
+    module, beside = _holding()
+    modes = Modes({"": module}, {"beside": beside})
+    _advance(module)
+    module.best = [*module.now]
+    state = codec.decode(codec.encode(modes.collect({"": module})))
+    again, beside_again = _holding()
+    Modes({"": again}, {"beside": beside_again}).restore(state, {"": again})
+    for each in (module, again):
+        _advance(each)
+    for name in (*vars(beside), "now", "best", "constant"):
+        assert str(getattr(again, name)) == str(getattr(module, name)), name
+    assert [str(value) for value in vars(beside_again).values()] == [str(value) for value in vars(beside).values()]
+    assert CONSTANT == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_named"),
+    [
+        (torch.relu, torch.tanh, True),
+        (partial(torch.clamp, min=0.0), partial(torch.clamp, min=1.0), True),
+        (partial(torch.clamp, min=0.0), partial(torch.clamp, min=0.0), False),
+        (lambda x: x, lambda x: -x, True),
+        (Scaling().__call__, Scaling().__call__, False),
+        (None, torch.relu, False),
+    ],
+    ids=["function", "partial", "the same partial", "lambda", "the same method", "made when needed"],
+)
+def test_a_function_in_the_place_of_another_is_named(before: Any, after: Any, is_named: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A loss that the training exchanges; the process that goes on has the first one."""
+    module: Any = nn.Module()
+    module.loss = before
+    modes = Modes({"model": module})
+    module.loss = after
+    modes.collect({"model": module})
+    assert ("model.loss changed while training and will not be restored" in caplog.text) is is_named
 
 
 def test_modules_that_come_later_are_followed() -> None:

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torch import nn
 from gemini_ft.state.fields import fields_of
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.remembered import Attributes
-from gemini_ft.state.values import Opaque, copy_of, digest, is_same, snapshot
+from gemini_ft.state.values import Opaque, copy_of, digest, is_same, is_shared, snapshot
 
 NAN = float("nan")
 
@@ -140,6 +141,17 @@ def test_a_class_that_was_made_in_a_function_is_not_kept_alive_by_a_look() -> No
     model = look()
     gc.collect()
     assert model() is None
+
+
+def test_a_loader_that_comes_after_an_attribute_of_another_was_deleted_is_made() -> None:
+    data, other = SimpleNamespace(first=1, second=2), SimpleNamespace(first=1)
+    before = Attributes({"dataset": data})
+    del data.second
+    Attributes({"dataset": other}).count_from(before)
+
+
+def test_a_sparse_tensor_lies_in_no_memory_that_processes_share() -> None:
+    assert not is_shared(torch.eye(2).to_sparse())
 
 
 def test_a_namespace_is_given_back_without_its_classs_own_methods() -> None:
