@@ -58,7 +58,7 @@ from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
 from gemini_ft.state.tensors import Live, every_optimizer, unwrap_model
 from gemini_ft.state.worlds import Resize, carried_accumulation, check_schedulers, check_step, iterations, refuse_data
-from gemini_ft.state.writes import name_loads
+from gemini_ft.state.writes import drifting, name_loads
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
 from gemini_ft.worker import attempt
@@ -155,6 +155,7 @@ class Checkpointer:
         self._rebuild = rebuild
         self._wrappers: dict[str, DistributedDataParallel] = {}  # of models that are bound without them
         self._bound: BoundState = PlainState({}, ())
+        self._is_drifting = False  # whether ranks may come to differ by what the model does
         self._state: TrainingState = self._bound  # with the gradients', if there are any
         self._gradients: GradientState | None = None
         self._was_bound_at_open = False  # to models, and there was nothing to resume
@@ -439,7 +440,7 @@ class Checkpointer:
         if self._logical is not None:
             raise ConfigError("the models of logical ranks are those that were given before logical_ranks(); give all of them by then")
         self._steps.forget()
-        self._bound = state
+        self._bound, self._is_drifting = state, bool(drifting(state.models.values()))
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
         self._hyperparameters.note(self._bound.hyperparameters)
 
@@ -815,7 +816,7 @@ class Checkpointer:
         if self.config.elastic == "batch":
             extras = extras | {"accumulation": self.accumulation}
         self._take_census()
-        self._joined.record(iteration, self._state, extras, self._hyperparameters.saved())
+        self._joined.record(iteration, self._state, extras, self._hyperparameters.saved(), is_drifting=self._is_drifting)
         self._prepare_replay()
         self._report()
         faults.at_step(iteration, "in_copy", self._any_tensor)

@@ -154,10 +154,11 @@ class Recorder:
         """Steps between snapshots at this point, the same on all ranks."""
         return next(interval for start, interval in reversed(self._paces) if iteration >= start)
 
-    def record(self, iteration: int, state: TrainingState, extras: Any, given: Any) -> None:
+    def record(self, iteration: int, state: TrainingState, extras: Any, given: Any, *, is_drifting: bool = False) -> None:
         """Takes a snapshot: state that may change at any time is copied now, the rest in the background.
 
-        ``iteration``: how often the optimizers have stepped. ``given``: hyperparameters as the script gave them.
+        ``iteration``: how often the optimizers have stepped. ``given``: hyperparameters as the script gave them. ``is_drifting``: whether
+        ranks may come to differ by what the model does (`gemini_ft.state.writes.drifting`), so that each snapshot is compared.
 
         Raises GeminiError: something that must stop the job has happened since the last call.
         """
@@ -169,7 +170,7 @@ class Recorder:
         if self._copy_when.judge(written, iteration):
             self.events.write("copied at step", iteration=iteration, tensors=written[:5])
         is_due = self._is_due(iteration)  # asked for each iteration by all ranks, those too that leave this one out
-        is_compared = is_due and self.session.world_size > 1
+        is_compared = (is_due or is_drifting) and self.session.world_size > 1
         self.checked = iteration if is_due and self._config.verify == "replay" else None
         if self.slots_lock.acquire(blocking=self._config.waits or not self._stats.snapshots):
             try:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oddities_case import stranger, train, unfreezing
+from oddities_case import renormalised, stranger, train, unfreezing
 from plain_case import side_by_side
 from rank_kit import World
 
@@ -55,6 +55,15 @@ def test_what_is_unfrozen_and_not_reduced_is_refused(tmp_path: Path) -> None:
             for kind, (early, late) in errors.items():
                 assert re.search(r"model\.0\.weight: the ranks drift|module\.backbone\.weight: the ranks drift", early), kind
                 assert late == "", kind
+
+
+def test_ranks_that_an_embedding_makes_differ_are_found_at_the_next_step(tmp_path: Path) -> None:
+    """A resume would give all of them the rows of one; with ``compare_every`` it was found at step 1000."""
+    for is_by_rank in (True, False):
+        with World(tmp_path, 2) as ranks:
+            for error in ranks.outcome(renormalised, is_by_rank):
+                assert bool(error) == is_by_rank, error
+                assert error.startswith("state that must be the same on all ranks differs") == is_by_rank
 
 
 def test_an_optimizer_that_was_replaced_is_refused_when_it_steps(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.nn.utils import prune
 from torch.utils._pytree import tree_map_only
 
 import gemini_ft
-from gemini_ft.errors import StateError, UnsupportedStateError
+from gemini_ft.errors import ReplicaDivergedError, StateError, UnsupportedStateError
 from gemini_ft.state.rebuilding import Changes
 from gemini_ft.testing import digest
 
@@ -154,6 +154,26 @@ def unfreezing() -> dict[str, list[str]]:
             except UnsupportedStateError as error:
                 errors[kind].append(str(error))
     return errors
+
+
+def renormalised(is_by_rank: bool) -> str:
+    """The error of a loop whose embedding writes the rows that a rank looks up; ``is_by_rank``: whether each rank looks up others."""
+    gemini_ft.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Embedding(8, 4, max_norm=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), 1.0)
+    try:
+        with gemini_ft.Checkpointer(model, optimizer, name=f"by-rank-{is_by_rank}", on_late="wait") as checkpointer:
+            checkpointer.resume()
+            for step in range(8):  # the first one, after which ranks are compared in any case, leaves the rows of all ranks alike
+                rows = torch.arange(4) + 4 * (dist.get_rank() if is_by_rank and step else 0)
+                model(torch.arange(8) if step == 0 else rows).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                checkpointer.step()
+    except ReplicaDivergedError as error:
+        return str(error)
+    return ""
 
 
 def _unfreeze(net: Any, step: int) -> None:
