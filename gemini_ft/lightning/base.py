@@ -81,7 +81,7 @@ def heeding_signals(config: GeminiConfig, environment: Any) -> GeminiConfig:
     return config
 
 
-def make_class(name: str, mixin: type, base: str, package: str, public: str, doc: str) -> Any:
+def make_class(name: str, mixin: Any, base: str, package: str, public: str, doc: str) -> Any:
     """Makes a strategy class.
 
     Args:

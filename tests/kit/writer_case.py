@@ -212,7 +212,7 @@ def upload(url: str) -> list[int]:
         return [info.iteration for info in list_checkpoints(store)]
 
     def is_stored(step: int) -> bool:
-        run, host = writer._checkpointer.run, os.environ["GEMINI_HOST_ID"]
+        run, host = os.environ["GEMINI_RUN_ID"], os.environ["GEMINI_HOST_ID"]
         state = json.loads(lifecycle.status(run, host) or "")["streams"]["stored"]["storage"]
         return step in stored() and not state["uploading"]
 
