@@ -81,7 +81,7 @@ SHARDED = {"sharded": True, "arguments": {"fsdp": True, "fsdp_config": {"version
     "run",
     [
         {},
-        {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12}},
+        {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12, "dataloader_num_workers": 1}},
         pytest.param(SHARDED, marks=pytest.mark.soak),
     ],
     ids=["tokens of all ranks", "mean of a micro-batch", "fsdp2"],
