@@ -371,6 +371,11 @@ class Checkpointer:
         trust = bool(self.config.storage and self.config.storage.trust_pickle)  # the state in memory may have come from storage
         notes.step = 0 if plan.version is None else plan.version.iteration
         if plan.version is None:
+            if self.config.elastic == "batch" and session.rank == 0:
+                _log.info(
+                    "elastic='batch': a step has %d micro-batches from now on, %d on each of %d ranks",
+                    *(self.accumulation * session.world_size, self.accumulation, session.world_size),
+                )
             self._find_gradients()
             self._was_bound_at_open = bool(self._models)
             return None

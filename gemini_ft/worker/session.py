@@ -359,7 +359,8 @@ def _make_spec(config: GeminiConfig, stream: str, everyone: list[Introduction], 
     if any(domains.values()) and not all(domains.values()):
         missing = sorted(host for host, domain in domains.items() if not domain)
         raise ConfigError(f"hosts {missing} have no failure domain, others have one; set GEMINI_DOMAIN on all hosts or on none")
-    placed = placement.place(sorted(infos), config.replicas, domains if all(domains.values()) else None)
+    replicas = min(config.replicas, len(infos)) if config.elastic else config.replicas
+    placed = placement.place(sorted(infos), replicas, domains if all(domains.values()) else None)
     check_addresses(infos.values())
     plan = choice.plan
     rebuildable = plan.sources if plan.world_size == len(everyone) else {}  # shards of another cut are never asked for again

@@ -354,8 +354,8 @@ def test_hosts_that_are_left_go_on_and_take_in_one_that_comes(
 @pytest.mark.parametrize("restart", ["process", "in_place"])
 def test_hosts_that_are_lost_while_the_job_changes_and_come_back_twice(tmp_path: Path, restart: str) -> None:
     """One goes as soon as the ranks that are left have met, so that too few are left until it comes back, with nothing in its memory."""
-    program = ["--nnodes=2:3", "--rdzv-conf=is_host=0,last_call_timeout=1", str(CASE), str(tmp_path / "ours"), "28", "2", "plain"]
-    with EmulatedHosts(3, program, tmp_path, env={"GEMINI_RESTART": restart}) as hosts:
+    program = ["--nnodes=2:3", "--rdzv-conf=is_host=0,last_call_timeout=1", str(CASE), str(tmp_path / "ours"), "60", "2", "plain"]
+    with EmulatedHosts(3, program, tmp_path, env={"GEMINI_RESTART": restart, "GEMINI_REPLICAS": "3"}) as hosts:
 
         def size() -> int:
             return len([event["hosts"] for event in hosts.events("joined") if event["rank"] == 0][-1])

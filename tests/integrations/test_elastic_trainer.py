@@ -81,7 +81,7 @@ SHARDED = {"sharded": True, "arguments": {"fsdp": True, "fsdp_config": {"version
     "run",
     [
         {},
-        {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12}},
+        {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12, "dataloader_num_workers": 1}},
         pytest.param(SHARDED, marks=pytest.mark.soak),
     ],
     ids=["tokens of all ranks", "mean of a micro-batch", "fsdp2"],
@@ -96,6 +96,7 @@ def test_other_numbers_of_ranks_train_as_a_single_process(tmp_path: Path, run: d
     finally:
         job.end()
     assert printed.count("resumed at iteration") == 3, printed[-4000:]
+    assert "a step has 6 micro-batches from now on, 2 on each of 3 ranks" in printed
     found = json.loads(job.out.read_text())
     assert (found["steps"], found["micro_batches"]) == ([12, 12], 2)
     np.testing.assert_allclose(found["logged"], expected["logged"], rtol=1e-6)  # losses are added up in float32
