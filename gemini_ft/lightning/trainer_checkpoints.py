@@ -149,7 +149,7 @@ class Files:
         """Looks into the folders, before the first batch. Collective.
 
         Args:
-            saved: the `state` of the snapshot; None: nothing is resumed, as where a job is started anew that has failed before its first commit.
+            saved: the `state` of the snapshot; None: nothing is resumed, as after a failure before the first commit.
             note: the file in which this host keeps what the run has written.
             launch: the name of all attempts of the present launcher.
         """
@@ -186,9 +186,9 @@ class Files:
             around.end()
 
     def _written_again(self, saved: Mapping[str, Sequence[str]] | None, launch: str) -> set[str]:
-        """Takes the files that this run, or this launch where nothing is resumed, has written after the snapshot out of those that are there.
+        """Takes the files that this run has written after the snapshot out of those that are there; returns their paths.
 
-        Returns their paths.
+        Where nothing is resumed these are those of this launch: a job that has failed before its first commit begins anew.
         """
         assert self._note is not None
         ours: set[str] = set()
