@@ -56,7 +56,10 @@ def test_a_seed_is_a_history_without_anything_that_must_not_be(simulate: Callabl
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("seed", ["6014", "6053"])
+@pytest.mark.parametrize(
+    "seed",
+    ["6014", "6053", *(pytest.param(seed, marks=pytest.mark.soak) for seed in ("16", "4010 --spells 6 --gap 1500 --hours 0.03"))],
+)
 def test_a_seed_in_which_something_was_wrong_once_is_well(simulate: Callable[..., dict[str, Any]], seed: str) -> None:
     assert simulate("--first", seed, "--seeds", "1")["commits_heard"]
 
@@ -198,7 +201,7 @@ WELL = {
         *STORED, _seen("rot", key="old/shard"), _seen("attempt"), _seen("mended", key="old/shard"), _chosen(None, copies={}), GONE,
     ],
     "a job that finds a checkpoint which no list had, and says why it cannot store its last": [
-        *UPLOADED, _chosen(None, copies={}, hidden=["old"]), _finished(1, stores=True, unstored=["another job"]),
+        *UPLOADED, _chosen(None, copies={}, hidden=["old"]), _seen("thaw", folder="old", error="another job"), _finished(1, stores=True),
     ],
     "a checkpoint that rots is passed over": [*STORED, _seen("rot", key="old/shard"), _chosen(None, copies={})],
     "a copy that was damaged where it lay": [*_copies("1-a:1", "h0"), _seen("flip", host="h1", owner=0, version="1-a:1"), _commit()],
@@ -319,7 +322,7 @@ WRONG = {
     "1 slots for rank 0, and 0 are due": _cruise(slots=[["h0", 0, 1, 0]]),
     "h1 are still there": [*_copies(), _commit(), _finished(1, waiting=["h1"])],
     "has ended after 2 steps": [*_copies(), _commit(), _finished(2)],
-    "1-a:1 is not stored": [*UPLOADED, _finished(1, stores=True, unstored=["another job"])],
+    "1-a:1 is not stored": [*UPLOADED, _seen("thaw", folder="old", error="another job"), _finished(1, stores=True)],
     "is lost by a single fault": _probe("restart_all", *_copies(), _commit(), _chosen(None, copies={})),
     "1 attempts follow": _probe("kill_agent", *_copies(), _commit(), _seen("attempt")),
     "which was never committed": [*_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:1")],

@@ -407,7 +407,7 @@ class Check(StorageRules):
         if not who:
             last = self.latest or ""
             self._must(last.endswith(f":{event['last']}"), event, f"the job has ended after {event['last']} steps, and {last} is committed")
-            is_named = self.unknown and any(event.get("unstored", ()))  # it may be another job's, for all that anybody can know
+            is_named = self.unknown and bool(self.refusal)  # it may be another job's, for all that anybody can know
             self._must(not event["stores"] or last in self.stored or is_named, event, f"the job has ended, and {last} is not stored")
 
     def _probe(self, event: Event) -> None:

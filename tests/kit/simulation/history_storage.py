@@ -33,6 +33,7 @@ class StorageRules:
         self.keep_last = 1
         self.active: dict[str, int] = {}  # folder of an upload that is under way -> the event with which it began
         self.put_at: dict[str, int] = {}  # key -> the event that has written it
+        self.refusal = ""  # why the last upload has failed; empty: it has not
         self.readers: dict[str, str] = {}  # key of a reader's note -> the folder that it holds
         self.looked: dict[str, set[str]] = {}  # process -> the readers' notes that it has seen last
         self.number = 0  # of the event
@@ -68,6 +69,7 @@ class StorageRules:
     def _thaw(self, event: Event) -> None:
         """An upload is over."""
         self.active.pop(event["folder"], None)
+        self.refusal = event.get("error", "")
 
     def _looked(self, event: Event) -> None:
         """Remembers which readers' notes a host has seen."""
