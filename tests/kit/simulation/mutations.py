@@ -136,7 +136,7 @@ MUTATIONS = (
     Mutation(
         "agent.session:Incoming.accept", "claims.incarnation != spec.incarnation", "False", "hosts of another incarnation are taken in", 1
     ),
-    Mutation("agent.session:AgentSession.undecided", "*host.reports(), ", "", "what is undecided is not repeated to the next leader", 4),
+    Mutation("agent.session:AgentSession.undecided", "*host.reports(), ", "", "what is undecided is not repeated to the next leader", 3),
     Mutation(
         "recovery.plan:_is_whole",
         "set(range(held[0][1].world_size))",
@@ -155,7 +155,7 @@ MUTATIONS = (
         "copies of silent hosts are left out",
         7,
     ),
-    Mutation(_LEDGER + "rejoin", "self._close(newest)", "pass", "a leader does not learn what was committed before it", 2),
+    Mutation(_LEDGER + "rejoin", "self._close(newest)", "pass", "a leader does not learn what was committed before it", 6),
     Mutation(
         "agent.uploads:Uploader.over",
         "self._clear_away(written - orphans)",
@@ -172,6 +172,7 @@ MUTATIONS = (
         "self._leftovers.update(keys)",
         "self._clearing.__enter__(); self._leftovers.update(keys); self._clearing.__exit__()",
         "the event loop waits for a deletion",
+        3,
     ),
     Mutation(
         "core.rounds:Round.complete",
@@ -186,7 +187,7 @@ MUTATIONS = (
         "a manifest is written before all shards are",
         2,
     ),
-    Mutation("core.tree:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again", 2),
+    Mutation("core.tree:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again", 1),
     Mutation(
         "agent.commit.failover:Failover.hear",
         "if self.leader is not None:",
@@ -207,7 +208,7 @@ MUTATIONS = (
         "elif self._inbound.end_receive(end):",
         "elif self._inbound.end_receive(end) or True:",
         "a replica is acknowledged that is not whole",
-        7,
+        3,
     ),
     Mutation(
         "agent.stream:Stream.open",
