@@ -193,7 +193,7 @@ MUTATIONS = (
         "if self.leader is not None:",
         "if False:",
         "a leader goes on that has heard of the next one",
-        2,
+        8,
     ),
     Mutation(
         "agent.commit.collector:Collector._tick",
@@ -255,7 +255,7 @@ MUTATIONS = (
         "if stored is not None and version < stored:",
         "if False:",
         "memory is resumed although storage is newer",
-        5,
+        9,
     ),
     Mutation(
         "storage.decisions:_in_order",
