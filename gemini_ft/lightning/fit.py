@@ -234,6 +234,8 @@ class Fit:
             self._io.begin(None)
         for end in self._hooks:
             end()
+        if finished:
+            self.files.leave()
         if self.turns is not None:
             self.turns.end()
         self._logs.close()
@@ -286,7 +288,8 @@ class Fit:
         self._bind_state()
 
     def _begin_files(self, saved: dict[str, Any] | None) -> None:
-        self.files.begin(saved, state_folder() / f"{self.checkpointer.run}-{self.checkpointer.name}.files")
+        note = state_folder() / f"{self.checkpointer.run}-{self.checkpointer.name}.files"
+        self.files.begin(saved, note, self.checkpointer.launch)
 
     def _before_positions(self) -> None:
         self._validation_data.settle()

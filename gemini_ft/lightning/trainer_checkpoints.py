@@ -145,12 +145,13 @@ class Files:
         """Names of the files by folder, as plain data."""
         return {folder: sorted(names) for folder, names in self._there.items()}
 
-    def begin(self, saved: Mapping[str, Sequence[str]] | None, note: Path) -> None:
-        """Looks into the folders, before the first batch. Collective if the fit is a resumed one.
+    def begin(self, saved: Mapping[str, Sequence[str]] | None, note: Path, launch: str) -> None:
+        """Looks into the folders, before the first batch. Collective.
 
         Args:
-            saved: the `state` of the snapshot; None: nothing is resumed.
+            saved: the `state` of the snapshot; None: nothing is resumed, as after a failure before the first commit.
             note: the file in which this host keeps what the run has written.
+            launch: the name of all attempts of the present launcher.
         """
         callbacks = [callback for callback in self._trainer.checkpoint_callbacks if "ModelCheckpoint" in shipped_names(callback)]
         folders = {str(callback.dirpath): callback for callback in callbacks if callback.dirpath}
@@ -159,10 +160,9 @@ class Files:
         if self._trainer.is_global_zero:
             self._there = {folder: _names_in(callback._fs, folder) for folder, callback in folders.items()}
             self._note = note
-            self._early = self._written_again(saved) if saved is not None else set()
-            self._write_note("w", "".join(f"+{path}\n" for path in self._early))
-        if saved is not None:
-            self._early = set(self._trainer.strategy.broadcast(self._early))
+            self._early = self._written_again(saved, launch)
+            self._write_note("w", "".join(f"{line}\n" for line in (launch, *(f"+{path}" for path in self._early))))
+        self._early = set(self._trainer.strategy.broadcast(self._early))
         if self._early or self._io is not None:
             self._seeing = [Around(callback, "file_exists", self._is_seen) for callback in callbacks]
 
@@ -175,21 +175,30 @@ class Files:
         """Records a file that was removed."""
         self._change("-", path)
 
+    def leave(self) -> None:
+        """Leaves the files to the user as the fit has ended well: another one of this launch may not write over them."""
+        if self._note is not None:
+            self._write_note("w", "")
+
     def end(self) -> None:
         """Lets the ModelCheckpoints see all files again."""
         for around in self._seeing:
             around.end()
 
-    def _written_again(self, saved: Mapping[str, Sequence[str]]) -> set[str]:
-        """Takes the files that this run has written after the snapshot out of those that are there; returns their paths."""
+    def _written_again(self, saved: Mapping[str, Sequence[str]] | None, launch: str) -> set[str]:
+        """Takes the files that this run has written after the snapshot out of those that are there; returns their paths.
+
+        Where nothing is resumed these are those of this launch: a job that has failed before its first commit begins anew.
+        """
         assert self._note is not None
         ours: set[str] = set()
-        with contextlib.suppress(OSError):
-            for line in self._note.read_text().splitlines():
+        with contextlib.suppress(OSError, ValueError):
+            by, *lines = self._note.read_text().splitlines()
+            for line in lines if saved is not None or by == launch else ():
                 (ours.add if line.startswith("+") else ours.discard)(line[1:])
         early = set()
         for folder, names in self._there.items():
-            paths = {name: os.path.join(folder, name) for name in names.difference(saved.get(folder, names))}
+            paths = {name: os.path.join(folder, name) for name in names.difference(saved.get(folder, names) if saved is not None else ())}
             again = {name for name, path in paths.items() if _target(path) in ours}
             names -= again
             early |= {paths[name] for name in again}

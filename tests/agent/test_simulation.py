@@ -56,7 +56,10 @@ def test_a_seed_is_a_history_without_anything_that_must_not_be(simulate: Callabl
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("seed", ["6014", "6053"])
+@pytest.mark.parametrize(
+    "seed",
+    ["6014", "6053", *(pytest.param(seed, marks=pytest.mark.soak) for seed in ("16", "4010 --spells 6 --gap 1500 --hours 0.03"))],
+)
 def test_a_seed_in_which_something_was_wrong_once_is_well(simulate: Callable[..., dict[str, Any]], seed: str) -> None:
     assert simulate("--first", seed, "--seeds", "1")["commits_heard"]
 
@@ -194,6 +197,12 @@ WELL = {
         _opened("h0", of="3-c", hosts=["h0"], resumed="1-a:2"), _seen("heard", rank=0, version="1-a:2", of="3-c"),
     ),
     "a checkpoint that no list has yet, and that was not reported, is passed over": [*UPLOADED, _chosen(None, copies={}, hidden=["old"])],
+    "a checkpoint that is made good when ranks have found it damaged is passed over, and goes": [
+        *STORED, _seen("rot", key="old/shard"), _seen("attempt"), _seen("mended", key="old/shard"), _chosen(None, copies={}), GONE,
+    ],
+    "a job that finds a checkpoint which no list had, and says why it cannot store its last": [
+        *UPLOADED, _chosen(None, copies={}, hidden=["old"]), _seen("thaw", folder="old", error="another job"), _finished(1, stores=True),
+    ],
     "a checkpoint that rots is passed over": [*STORED, _seen("rot", key="old/shard"), _chosen(None, copies={})],
     "a copy that was damaged where it lay": [*_copies("1-a:1", "h0"), _seen("flip", host="h1", owner=0, version="1-a:1"), _commit()],
     "a checkpoint that nobody reads any more goes": [
@@ -266,6 +275,10 @@ WRONG = {
     "up while ranks choose": [*_copies(), _commit(), *_copies("1-a:2"), _commit("1-a:2"), _dropped(sealed=True)],
     "nothing newer is safe": [*_copies(), _commit(), _dropped()],
     "1-a:1 up, and nothing newer is safe": [*_copies(), _commit(), _opened("h0"), _dropped(of="2-b")],
+    "slots of ranks [0] know nothing": [_opened("h0", behind=[0])],
+    "and knew of 1-a:2 before": [_seen("moved back", version="1-a:2", now="1-a:1")],
+    "h0 counts 1-a:1 as aborted": [_seen("taken back", host="h0", version="1-a:1")],
+    "and does not hold it": [_seen("unheld", host="h0", owner=0, version="1-a:1", reader="upload")],
     "['upload'] read it": [_granted(readers=["upload"])],
     "and it is uploaded": [_granted(frozen=True)],
     "and a worker writes it": [_granted(written=True)],
@@ -296,6 +309,7 @@ WRONG = {
         *STORED,
         _seen("rot", key="old/shard"),
         _seen("mended", key="old/shard"),
+        _seen("attempt"),
         _chosen(None, copies={}),
     ],
     "are left out": [_seen("calm"), *_copies(), _commit(), _seen("end", excluded=[[0, "h1"]])],
@@ -308,7 +322,7 @@ WRONG = {
     "1 slots for rank 0, and 0 are due": _cruise(slots=[["h0", 0, 1, 0]]),
     "h1 are still there": [*_copies(), _commit(), _finished(1, waiting=["h1"])],
     "has ended after 2 steps": [*_copies(), _commit(), _finished(2)],
-    "1-a:1 is not stored": [*UPLOADED, _finished(1, stores=True)],
+    "1-a:1 is not stored": [*UPLOADED, _seen("thaw", folder="old", error="another job"), _finished(1, stores=True)],
     "is lost by a single fault": _probe("restart_all", *_copies(), _commit(), _chosen(None, copies={})),
     "1 attempts follow": _probe("kill_agent", *_copies(), _commit(), _seen("attempt")),
     "which was never committed": [*_copies("1-a:2"), _commit("1-a:2"), _visited("1-a:1")],

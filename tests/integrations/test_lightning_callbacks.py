@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchmetrics import MeanMetric
 
 from gemini_ft.errors import UnsupportedStateError
+from gemini_ft.lightning.trainer_checkpoints import Files
 from gemini_ft.lightning.trainer_loggers import Logs
 
 __all__ = ["fit"]  # the fixture
@@ -556,3 +557,35 @@ def test_what_callbacks_keep_is_named_or_captured(fit: Callable[..., Case], capl
     said = [record.getMessage() for record in caplog.records if "will not be restored" in record.getMessage()]
     assert [text.partition(" changed")[0] for text in said] == ["callback.0.shadow, callback.0.teacher"]
     assert weights(fit(Tuned, None, "gemini", callbacks=[Keeping, slowing])) == weights(plain)  # metric and generator are captured
+
+
+def _itself(what: Any, *_: Any, **__: Any) -> Any:
+    return what
+
+
+def test_files_of_an_attempt_that_came_to_no_commit_are_written_over(tmp_path: Path) -> None:
+    """By the next attempt of its launch; not by another launch, and not where that fit has ended well."""
+    callback, path = shipped.ModelCheckpoint(tmp_path / "files"), tmp_path / "files" / "step=1.ckpt"
+    path.parent.mkdir()
+    trainer: Any = SimpleNamespace(
+        checkpoint_callbacks=[callback], is_global_zero=True, strategy=SimpleNamespace(broadcast=_itself, reduce_boolean_decision=_itself)
+    )
+
+    def is_seen(launch: str, *, ends_well: bool = False) -> bool:
+        files = Files(trainer)
+        files.begin(None, tmp_path / "note", launch)
+        seen = callback.file_exists(str(path), trainer)
+        path.touch()
+        files.writes(path)
+        files.end()
+        if ends_well:
+            files.leave()
+        return seen
+
+    assert [is_seen("one"), is_seen("one"), is_seen("two"), is_seen("two", ends_well=True), is_seen("two")] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]

@@ -31,7 +31,10 @@ class Audit:
     ``whole``     a slot becomes complete
     ``dropped``   a complete copy is given up, with whether its bytes were sound
     ``report``    a host says that its copy is complete
-    ``opened``    a host has begun an incarnation
+    ``opened``    a host has begun an incarnation, and of which shards its slots do not know what it knows to be committed
+    ``moved back``  slots know of an older commit than before, in the same incarnation
+    ``unheld``    a reader is given a slot that may be overwritten meanwhile
+    ``taken back``  a host counts what is committed as aborted
     ``promised``  a host says that it has copies, of which its slots know nothing
     ``sealing``   a worker has asked for what a host holds
     ``left out``  a ledger goes on without holders, with the hosts of which nobody can have heard for a while
@@ -49,6 +52,8 @@ class Audit:
             (Holder, "reopen", self._opens(Holder.reopen)),
             (Stream, "report", self._reports(Stream.report)),
             (Holder, "reports", self._repeats(Holder.reports)),
+            (Holder, "hold", self._holds(Holder.hold)),
+            (Holder, "on_abort", self._aborts(Holder.on_abort)),
             (Stream, "seal", self._seals(Stream.seal)),
             (SlotStore, "inventory", self._promises(SlotStore.inventory)),
             (Ledger, "tick", self._ticks(Ledger.tick)),
@@ -66,6 +71,7 @@ class Audit:
             if self._is_inside:
                 return method(slots, *args)
             before = [(slot, slot.state, slot.version, slot.frozen, slots.sealed) for slot in slots.slots.values()]
+            committed = slots.committed if method.__name__ != "rewind" else None
             self._is_inside = True
             try:
                 return method(slots, *args)
@@ -73,6 +79,9 @@ class Audit:
                 self._is_inside = False
                 for each in before:
                     self._compare(slots, *each)
+                if committed is not None and (slots.committed is None or slots.committed < committed):
+                    now = text(slots.committed) if slots.committed is not None else None
+                    self._world.record("moved back", version=text(committed), now=now)
 
         return call
 
@@ -121,8 +130,27 @@ class Audit:
                 of=str(holder.incarnation),
                 resumed=resumed,
                 hosts=hosts,
+                behind=[owner for owner, of in holder.shards.items() if holder.committed is not None and not _knows(of, holder.committed)],
                 agent=agent.born if agent is not None else 0.0,
             )
+            return result
+
+        return call
+
+    def _holds(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(holder: Holder, owner: int, version: Version, reader: str) -> Any:
+            slot = method(holder, owner, version, reader)
+            if slot is not None and reader not in slot.readers:
+                self._world.record("unheld", host=holder.name, owner=owner, version=text(version), reader=reader)
+            return slot
+
+        return call
+
+    def _aborts(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(holder: Holder, version: Version) -> Any:
+            result = method(holder, version)
+            if holder.committed is not None and any(each <= holder.committed for each in holder.aborted):
+                self._world.record("taken back", host=holder.name, version=text(version))
             return result
 
         return call
@@ -189,3 +217,7 @@ class Audit:
             method(context, epoch, leader)
 
         return call
+
+
+def _knows(slots: SlotSet, committed: Version) -> bool:
+    return slots.committed is not None and slots.committed >= committed

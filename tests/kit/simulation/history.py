@@ -9,13 +9,15 @@ The events of a run, in the order in which they happened, are dicts with ``event
               a leader that has no part in an incarnation that all of its hosts have begun is *left behind*: what it commits still may lack
               the copies of those hosts, is heard in its own incarnation only, and nothing older may go for it anywhere else
 ``led``       a host obeys no older epoch than before
-``opened``    incarnations follow each other on every host
+``opened``    incarnations follow each other on every host, and all slots there know what it knows to be committed; that never moves back,
+              and is never counted as aborted
 ``copy``      a whole copy has the root that its writer has formed, where the writer forms it
 ``kept``      a copy whose root is not the committed one is given up
 ``unsound``   no copy is whole with other bytes than were made, unless these were damaged while their owner wrote them
 ``heard``     a rank is told of no commit but one that a leader has decided
 ``chosen``    nothing that was committed is passed over while memory of the hosts that choose has a sound copy of every shard, and nothing
-              that is stored while storage has all of it, unless no list has it yet, and it was never reported as stored
+              that is stored while storage has all of it, unless no list has it yet, and it was never reported as stored; or it was made
+              good again after they had begun
 ``read``      what is resumed has the bytes that were made, and is what was chosen; a host that has a copy asks no other one
 ``visited``   what another process reads in the agents' memory was committed
 ``putting``   only a host that leads, as far as it has heard, begins to write a manifest, or to look for its shards right before that
@@ -25,7 +27,7 @@ The events of a run, in the order in which they happened, are dicts with ``event
               that of an upload that failed may go, and nothing that an upload under way has written; its manifest goes first
 ``dropped``   a sound copy stays where it is until something newer was committed, its version was aborted, or all hosts have left it behind;
               and while ranks choose
-``granted``   nobody reads, uploads or writes a slot that is given to a writer
+``granted``   nobody reads, uploads or writes a slot that is given to a writer; nor can that happen to one that a reader is given
 ``whole``     nothing becomes complete while ranks choose
 ``report``    a host reports only whole copies
 ``promised``  a host promises to ranks that choose only copies that it keeps
@@ -33,7 +35,8 @@ The events of a run, in the order in which they happened, are dicts with ``event
 ``end``       when nothing fails any more, the job comes up, all holders count, something is stored, and memory is counted as it is;
               and after each single fault then it commits again, with no more attempts than the fault explains, and nothing lost
 ``cruise``    meanwhile the last two steps at most are uncommitted, agents say nothing, and each host has the slots that it should
-``finished``  when all ranks have ended well, their agents leave, and what was committed last is that of the last step, and stored
+``finished``  when all ranks have ended well, their agents leave, and what was committed last is that of the last step, and stored;
+              where an incarnation is found in storage that no list had when this one was begun, they may say why it is not
 """
 
 from __future__ import annotations
@@ -85,6 +88,7 @@ class Check(StorageRules):
         self.commits_since_calm: int | None = None
         self.commits = 0
         self.begun = set[str]()
+        self.unknown = False  # whether something was passed over that no list had yet, and of which nobody had been told
         self.probed = ""  # the single fault under way
         self.probed_at = 0.0
         self.attempts = 0
@@ -228,6 +232,8 @@ class Check(StorageRules):
         before = self.last_opened.setdefault(agent, place)
         self._must(place >= before, event, f"{event['host']} begins {incarnation} after {before[0]}-{before[1]}")
         self.last_opened[agent] = max(before, place)
+        what = f"{event['host']} begins {incarnation} at {event['resumed']}, of which the slots of ranks {event.get('behind')} know nothing"
+        self._must(not event.get("behind"), event, what)
         self.hosts[incarnation], self.resumed[incarnation] = {*event["hosts"]}, event["resumed"]
         self.opened.setdefault(incarnation, set()).add(event["host"])
         self.late.discard(event["resumed"])  # where it was whole all the same
@@ -251,6 +257,19 @@ class Check(StorageRules):
         left_behind = of != version.rpartition(":")[0] and self._is_open(of) and version != self.resumed[of]
         newer = any(order(other) > at for other in self.safe | {each for each in self.late if each.rpartition(":")[0] == of})
         self._must(newer or version in self.aborted or left_behind, event, f"{what}, and nothing newer is safe")
+
+    def _moved_back(self, event: Event) -> None:
+        """The newest commit that slots know of never moves back."""
+        self._must(False, event, f"slots know {event['now']} to be committed, and knew of {event['version']} before")
+
+    def _taken_back(self, event: Event) -> None:
+        """A host never counts as aborted what it knows to be committed."""
+        self._must(False, event, f"{event['host']} counts {event['version']} as aborted, and knows of a commit")
+
+    def _unheld(self, event: Event) -> None:
+        """Whoever reads a slot keeps it from being overwritten."""
+        what = f"{event['reader']} reads rank {event['owner']}'s {event['version']} on {event['host']}, and does not hold it"
+        self._must(False, event, what)
 
     def _granted(self, event: Event) -> None:
         """Nobody reads, uploads or writes a slot that is given to a writer."""
@@ -310,12 +329,14 @@ class Check(StorageRules):
             damaged = {(host, owner) for host, owner, version_of in self.flipped if version_of == other}
             whole = all(any((host, owner) not in damaged for host in {*held.get(owner, ())} - self.brought_late) for owner in ranks)
             self._must(not whole, event, f"{other} is committed and whole on {event['hosts']}, and {version} is resumed")
-        for folder, (stored, _) in self.manifests.items():
+        for folder in [folder for folder, (stored, _) in self.manifests.items() if order(stored) > at]:
+            stored, is_whole = self.manifests[folder][0], self._is_whole(folder) and folder not in self.mended
             is_known = stored in self.stored or folder not in event.get("hidden", ())  # else its leader was lost before it could say so
-            if order(stored) > at and not self._is_whole(folder):
+            if not is_whole:
                 self.passed_over.add(folder)
-            if order(stored) > at and stored not in event["given_up"] and is_known:
-                self._must(not self._is_whole(folder), event, f"{stored} is whole in storage, and {version} is resumed")
+            self.unknown |= not is_known
+            if stored not in event["given_up"] and is_known:
+                self._must(not is_whole, event, f"{stored} is whole in storage, and {version} is resumed")
 
     def _read(self, event: Event) -> None:
         """All ranks resume what was chosen, from their own host where that has it."""
@@ -386,7 +407,8 @@ class Check(StorageRules):
         if not who:
             last = self.latest or ""
             self._must(last.endswith(f":{event['last']}"), event, f"the job has ended after {event['last']} steps, and {last} is committed")
-            self._must(not event["stores"] or last in self.stored, event, f"the job has ended, and {last} is not stored")
+            is_named = self.unknown and bool(self.refusal)  # it may be another job's, for all that anybody can know
+            self._must(not event["stores"] or last in self.stored or is_named, event, f"the job has ended, and {last} is not stored")
 
     def _probe(self, event: Event) -> None:
         """A single fault strikes."""
@@ -395,6 +417,7 @@ class Check(StorageRules):
     def _attempt(self, event: Event) -> None:
         """Counts attempts."""
         self.attempts += 1
+        self.mended.clear()
 
     def _probe_end(self, event: Event) -> None:
         """After a single fault the job commits again, with no more attempts than that explains."""

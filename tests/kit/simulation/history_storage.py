@@ -28,10 +28,12 @@ class StorageRules:
         self.manifests: dict[str, tuple[str, set[str]]] = {}  # folder -> version, and the keys of its shards
         self.halved: set[str] = set()  # keys of objects of which storage has kept a half
         self.rotten: set[str] = set()  # keys of objects that were damaged in storage
+        self.mended: set[str] = set()  # folders in which something was made good since the present attempt began
         self.passed_over: set[str] = set()  # folders of checkpoints that were damaged when something older was resumed
         self.keep_last = 1
         self.active: dict[str, int] = {}  # folder of an upload that is under way -> the event with which it began
         self.put_at: dict[str, int] = {}  # key -> the event that has written it
+        self.refusal = ""  # why the last upload has failed; empty: it has not
         self.readers: dict[str, str] = {}  # key of a reader's note -> the folder that it holds
         self.looked: dict[str, set[str]] = {}  # process -> the readers' notes that it has seen last
         self.number = 0  # of the event
@@ -58,6 +60,7 @@ class StorageRules:
         """Remembers a stored object that was made good."""
         self.rotten.discard(event["key"])
         self.halved.discard(event["key"])
+        self.mended.add(event["key"].rpartition("/")[0])
 
     def _settings(self, event: Event) -> None:
         """Remembers how many checkpoints are to be kept."""
@@ -66,6 +69,7 @@ class StorageRules:
     def _thaw(self, event: Event) -> None:
         """An upload is over."""
         self.active.pop(event["folder"], None)
+        self.refusal = event.get("error", "")
 
     def _looked(self, event: Event) -> None:
         """Remembers which readers' notes a host has seen."""

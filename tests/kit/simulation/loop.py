@@ -410,10 +410,8 @@ class Lock:
 
     def __enter__(self) -> None:
         fiber = Fiber.here()
-        if fiber is None and self._is_held:
-            raise AssertionError("the agent's loop would wait for a thread that uses storage")
+        assert fiber is not None, "the agent's loop would wait for a thread that uses storage, wherever one does"
         while self._is_held:
-            assert fiber is not None
             fiber.sleep(0.01)
         self._is_held = True
 

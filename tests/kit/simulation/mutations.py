@@ -87,8 +87,14 @@ MUTATIONS = (
         4,
     ),
     Mutation(_HOST + "on_abort", "self.committed is not None and version <= self.committed", "False", "what is committed can be aborted"),
-    Mutation(_HOST + "reports", "slot.state is SlotState.COMPLETE", "True", "copies that are not whole are reported again"),
-    Mutation(_HOST + "reopen", "slots.commit(committed)", "pass", "an agent that was restarted forgets the commit"),
+    Mutation(_HOST + "_undecided", "slot.state is SlotState.COMPLETE", "True", "copies that are not whole are reported again"),
+    Mutation(
+        _HOST + "_is_of_present",
+        "self.incarnation in (None, version.incarnation)",
+        "True",
+        "a leader of the past hears of what is not its own",
+    ),
+    Mutation(_HOST + "reopen", "slots.commit(committed)", "pass", "an agent that was restarted forgets the commit", 1),
     Mutation(
         "agent.own_shards:OwnShards._copied",
         "if not memory.finish(version, message.extras_bytes, message.root or None):",
@@ -130,7 +136,7 @@ MUTATIONS = (
     Mutation(
         "agent.session:Incoming.accept", "claims.incarnation != spec.incarnation", "False", "hosts of another incarnation are taken in", 1
     ),
-    Mutation("agent.session:AgentSession.undecided", "*host.reports(), ", "", "what is undecided is not repeated to the next leader", 4),
+    Mutation("agent.session:AgentSession.undecided", "*host.reports(), ", "", "what is undecided is not repeated to the next leader", 3),
     Mutation(
         "recovery.plan:_is_whole",
         "set(range(held[0][1].world_size))",
@@ -149,7 +155,7 @@ MUTATIONS = (
         "copies of silent hosts are left out",
         7,
     ),
-    Mutation(_LEDGER + "rejoin", "self._close(newest)", "pass", "a leader does not learn what was committed before it", 2),
+    Mutation(_LEDGER + "rejoin", "self._close(newest)", "pass", "a leader does not learn what was committed before it", 6),
     Mutation(
         "agent.uploads:Uploader.over",
         "self._clear_away(written - orphans)",
@@ -166,6 +172,7 @@ MUTATIONS = (
         "self._leftovers.update(keys)",
         "self._clearing.__enter__(); self._leftovers.update(keys); self._clearing.__exit__()",
         "the event loop waits for a deletion",
+        3,
     ),
     Mutation(
         "core.rounds:Round.complete",
@@ -180,13 +187,13 @@ MUTATIONS = (
         "a manifest is written before all shards are",
         2,
     ),
-    Mutation("core.tree:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again", 2),
+    Mutation("core.tree:Succession._is_ahead", "self.epoch < epoch", "self.epoch != epoch and epoch", "an older epoch is obeyed again", 1),
     Mutation(
         "agent.commit.failover:Failover.hear",
         "if self.leader is not None:",
         "if False:",
         "a leader goes on that has heard of the next one",
-        2,
+        8,
     ),
     Mutation(
         "agent.commit.collector:Collector._tick",
@@ -195,19 +202,20 @@ MUTATIONS = (
         "a collector does not say which hosts it has lost",
         52,
     ),
-    Mutation(_SLOTS + "commit", "version > self.committed", "version != self.committed", "what is committed moves back"),
+    Mutation(_SLOTS + "commit", "version > self.committed", "version != self.committed", "what is committed moves back", 7),
     Mutation(
         "agent.replication.receive:Receiver._end",
         "elif self._inbound.end_receive(end):",
         "elif self._inbound.end_receive(end) or True:",
         "a replica is acknowledged that is not whole",
-        7,
+        3,
     ),
     Mutation(
         "agent.stream:Stream.open",
         "spec.incarnation.number <= before.incarnation.number",
         "False",
         "an incarnation begins after a newer one",
+        16,
     ),
     Mutation("agent.uploads:Uploader.write_manifest", "if not self._is_written(manifest):", "if False:", "a manifest is not read back", 10),
     Mutation("agent.uploads:Uploader._write", "StoredShard(self._storage, record).sample()", "pass", "a shard is not read back", 3),
@@ -228,8 +236,8 @@ MUTATIONS = (
     ),
     Mutation(
         "storage.retention:Retention._delete",
-        "in files_of(storage, one.folder)",
-        "in reversed(files_of(storage, one.folder))",
+        "storage.delete(manifest)\n    for key in files_of(storage, one.folder)",
+        "for key in reversed(files_of(storage, one.folder))",
         "the shards of a checkpoint are deleted before its manifest",
         2,
     ),
@@ -247,7 +255,7 @@ MUTATIONS = (
         "if stored is not None and version < stored:",
         "if False:",
         "memory is resumed although storage is newer",
-        5,
+        9,
     ),
     Mutation(
         "storage.decisions:_in_order",
