@@ -62,8 +62,9 @@ _FOREIGN = frozenset(
     | {"threading", "torchmetrics", "weakref", "zarr", "zipfile"}
 )
 
-# Attributes of a DataLoader that are no settings of it: the iteration under way, with its worker processes, and who follows that.
-OF_LOADERS = frozenset({"_gemini", "_iterator", "_index_sampler"})
+# Attributes of a DataLoader that are no settings of it: the iteration under way, with its worker processes, and who follows that; and what
+# Hugging Face's `datasets` makes of the shards of a shuffled stream when it is iterated.
+OF_LOADERS = frozenset({"_gemini", "_iterator", "_index_sampler", "_interleaved"})
 
 
 class AttributeChanges(NamedTuple):

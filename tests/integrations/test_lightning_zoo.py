@@ -794,7 +794,9 @@ class Ordered(RememberingStream):
 
 
 class BufferShuffledExamplesIterable:
-    """Stands for the one of Hugging Face's ``datasets``, by whose name it is known."""
+    """Stands for the one of Hugging Face's ``datasets``, by whose name it is known: each iteration makes an object of the shards' own."""
+
+    _interleaved: Any = None
 
 
 class Mapped:
@@ -813,6 +815,7 @@ class Refilling(RememberingStream):
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         buffer, order = list[int](), random.Random(3)
+        self._ex_iterable.ex_iterable._interleaved = Mapped(object())
         while self.position < SAMPLES:
             buffer.append(self.position)
             self.position += 1
