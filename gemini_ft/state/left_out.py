@@ -50,7 +50,7 @@ class Generators:
     def __init__(self, given: Iterable[Any], callbacks: Mapping[str, Any] = MappingProxyType({})) -> None:
         known = {id(random._inst), id(np.random.mtrand._rand), *map(id, script_generators().values())}  # which are captured
         roots = [inner for item in given for inner in (item.modules() if is_a(item, nn.Module) else [item])]
-        known |= {id(each) for each in private_generators(**{str(index): item for index, item in enumerate(roots)}).values()}
+        known |= {id(each) for each in private_generators(6, **{str(index): item for index, item in enumerate(roots)}).values()}
         found = private_generators(**_variables(), **callbacks)
         self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
         self._states, self._seeds = self._present(), self._seeded()

@@ -260,17 +260,17 @@ class EveryGenerator:
         set_generator_states(self._others, self._states)
 
 
-def private_generators(**roots: Any) -> dict[str, Any]:
+def private_generators(levels: int = 10, /, **roots: Any) -> dict[str, Any]:
     """Generators that objects hold for themselves, by the path that leads to them from ``roots``.
 
-    Looks into attributes, lists, tuples, mappings and partials, ten levels and two thousand objects beside the roots deep: enough for
+    Looks into attributes, lists, tuples, mappings and partials, so many levels and two thousand objects beside the roots deep: enough for
     datasets, and chains of transforms or of torchdata's nodes. A generator that is created later, or hidden deeper, is not found. So are
     those that a function of the script encloses, or has as defaults; other objects there are not looked into.
     """
     found: dict[str, Any] = {}
     seen = {id(torch.default_generator)}
     level = list(roots.items())
-    for _ in range(10):
+    for _ in range(levels):
         below: list[tuple[str, Any]] = []
         for path, item in level:
             if id(item) in seen or len(seen) > 2000 + len(roots):
