@@ -64,7 +64,7 @@ def test_a_process_that_says_nothing_is_given_up_though_nobody_asks_for_long(
     slots: list[SlotMemory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A carrier may be given up before, as its host is left out of the commit; each time anew, no copy would ever come, by any way."""
-    monkeypatch.setattr(module, "_START", 0.6)
+    monkeypatch.setattr(module, "START", 0.6)
 
     async def story() -> None:
         async with begun() as (rdma, pid), asyncio.timeout(20):

@@ -35,7 +35,7 @@ from gemini_ft.wire.peer_messages import Exposed, Readable
 
 _THREADS = 2  # that form tags; the loop's own may all hang in storage
 _PATIENCE = 5.0  # seconds for a piece, of one chunk at most
-_START = 20.0  # seconds for the process to begin, and to take the next slot in; less than a holder has by default (`replica_timeout`)
+START = 20.0  # seconds for the process to begin, and to take the next slot in; less than a holder has by default (`replica_timeout`)
 
 
 def tag_of(key: bytes, number: int, piece: memoryview) -> bytes:
@@ -135,7 +135,7 @@ class Rdma:
             raise PeerError("RDMA: the process that reads and is read from has ended")
         answer, asked = self._answers[to]
         while not answer.done():
-            seconds = _START if self._taking_in else _PATIENCE
+            seconds = START if self._taking_in else _PATIENCE
             if (left := max(asked, self._took_in) + seconds - self._loop.time()) > 0:
                 await asyncio.wait([answer], timeout=left)
             else:
