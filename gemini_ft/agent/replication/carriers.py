@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
-from gemini_ft.agent.replication.rdma import Rdma, tag_of
+from gemini_ft.agent.replication.rdma import Rdma
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import TrafficConfig
 from gemini_ft.wire.lane_thread import Meter, Valve
@@ -191,7 +191,7 @@ class ByRdma(InPieces):
             return
         try:
             address = await self._rdma.expose(memory)
-            seal = await asyncio.to_thread(tag_of, self._key, tag, part)
+            seal = await self._rdma.tag(self._key, tag, part)
         except Exception as error:  # of any kind: the piece would be waited for
             self.dispatched(tag, str(error) or type(error).__name__)
             return

@@ -75,13 +75,14 @@ class Inbound:
     def __init__(self, context: StreamContext) -> None:
         self._context = context
         self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> who hears of it, and its rank
-        self._pulls = 0  # pieces that are being read by RDMA
+        self.pulls = Tasks()  # which read pieces by RDMA
         self._offered: dict[int, SlotShape] = {}  # owner -> shape of the shards that its host sends in this session
 
     def end_session(self) -> None:
         """Drops the pieces that are awaited: the session is over, and none of them is written any more, but by workers."""
-        if self._pulls and self._context.run.rdma is not None:
+        if self.pulls.busy and self._context.run.rdma is not None:
             self._context.run.rdma.close("the session is over")
+        self.pulls.cancel()
         self._collecting.clear()
         self._offered.clear()
 
@@ -150,11 +151,7 @@ class Inbound:
 
     async def pull(self, exposed: Exposed, piece: Readable, memory: SlotMemory) -> None:
         """Reads a piece by RDMA into the slot. Raises GeminiError: this host cannot, or it is not what the sender announced."""
-        self._pulls += 1
-        try:
-            await rdma_of(self._context).pull(exposed, piece, memory)
-        finally:
-            self._pulls -= 1
+        await rdma_of(self._context).pull(exposed, piece, memory)
 
     def check_sender(self, sender: str, owner: int) -> None:
         """Refuses a shard that a host may not bring here.
@@ -299,12 +296,17 @@ class Receiver:
         if (chunk.owner, chunk.iteration) in self._left:
             self._let_go(chunk.owner, chunk.iteration)
         elif error:
+            if (memory := self._memory(chunk.owner, chunk.iteration)) is not None:
+                memory.forget(chunk.index)  # which may have been whole, if this was its second time
             self._connection.send(Astray(text=f"host {self._inbound.host_name}: {error}"))
         elif kept:  # pieces that were thrown away must not make a chunk whole when the shard starts over
             if self._parcels.completes(parcel):
                 self._whole(chunk, None)
             if chunk.owner in self._ends:
-                self._end(self._ends[chunk.owner])
+                try:
+                    self._end(self._ends[chunk.owner])
+                except PeerError as refusal:  # on a lane, the connection itself would hear it
+                    self._connection.abort(str(refusal))
 
     # -- inside
 
@@ -349,7 +351,7 @@ class Receiver:
         if isinstance(parcel, Parcel):
             self._inbound.collect(parcel, memory, self.collected)
         elif isinstance(parcel, Readable):
-            self._tasks.spawn(self._pull(parcel, self._exposed, memory))
+            self._inbound.pulls.spawn(self._pull(parcel, self._exposed, memory))
 
     async def _pull(self, piece: Readable, exposed: Exposed | None, memory: SlotMemory | None) -> None:
         error = ""
