@@ -81,7 +81,10 @@ SHARDED = {"sharded": True, "arguments": {"fsdp": True, "fsdp_config": {"version
     "run",
     [
         {},
-        {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12, "dataloader_num_workers": 1}},
+        pytest.param(
+            {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12, "dataloader_num_workers": 1}},
+            marks=pytest.mark.skipif(not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"), reason="needs transformers 5.19"),
+        ),
         pytest.param(SHARDED, marks=pytest.mark.soak),
     ],
     ids=["tokens of all ranks", "mean of a micro-batch", "fsdp2"],
@@ -172,9 +175,11 @@ def test_batches_that_accelerate_deals_out_in_turn(make: Callable[[], Any], why:
     ],
 )
 def test_losses_whose_weight_follows_from_the_number_of_ranks(
-    takes_tokens: bool, averages: bool, scaled: bool | None, is_own: bool, is_weighed: bool
+    takes_tokens: bool, averages: bool, scaled: bool | None, is_own: bool, is_weighed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gemini_ft.transformers_state import why_weighed_by_ranks
+
+    monkeypatch.setattr(transformers.Trainer, "loss_is_scaled_for_ga", None, raising=False)
 
     class Own(transformers.Trainer):  # type: ignore[misc]
         def compute_loss(self, *_: Any, **__: Any) -> None:
@@ -184,3 +189,14 @@ def test_losses_whose_weight_follows_from_the_number_of_ranks(
     trainer.args, trainer.compute_loss_func = SimpleNamespace(average_tokens_across_devices=averages), None
     trainer.model_accepts_loss_kwargs, trainer.loss_is_scaled_for_ga = takes_tokens, scaled
     assert bool(why_weighed_by_ranks(trainer)) == is_weighed
+
+
+def test_what_a_trainer_before_519_does_not_ask_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It divides no loss of a model that takes the number of tokens."""
+    from gemini_ft.transformers_state import why_weighed_by_ranks
+
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga", raising=False)
+    trainer = object.__new__(transformers.Trainer)
+    trainer.args, trainer.compute_loss_func = SimpleNamespace(average_tokens_across_devices=False), None
+    trainer.model_accepts_loss_kwargs, trainer.loss_is_scaled_for_ga = True, False
+    assert "weighs samples by the number of ranks" in why_weighed_by_ranks(trainer)
