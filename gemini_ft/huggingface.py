@@ -189,7 +189,10 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         trainer, epoch, found = self._trainer, named["epoch"], self._found
         go_on: Callable[..., Any] | None = None
         accumulated = trainer.args.gradient_accumulation_steps
+        is_resized = found is not None and self._protection.checkpointer.config.elastic is not None and found["ranks"] != ranks()
         if found is not None:
+            if is_resized and not found["finished"]:
+                self._refuse_other_steps(found, named["num_update_steps_per_epoch"])
             if epoch < found["epoch"]:
                 return None
             for earlier in range(found["epoch"], epoch):  # the Trainer begins where a checkpoint is that was not followed
@@ -207,19 +210,19 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
                 self._arrive(found)
                 trainer.control.should_training_stop = True
                 return None
-            if found["steps"] >= named["num_update_steps_per_epoch"]:  # a job may go on for longer than was planned
+            if is_resized:  # a job may go on for longer than was planned
+                self._refuse_other_steps(found, named["num_update_steps_per_epoch"])
+            if found["steps"] >= named["num_update_steps_per_epoch"]:
                 self._arrive(found)
                 return None
             set_rng_state(found["epoch_rng"])
             named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
             named["resume_from_checkpoint"] = _NO_FOLDER if found["steps"] else None
-            is_resized, is_elastic = found["ranks"] != ranks(), self._protection.checkpointer.config.elastic is not None
-            if is_resized and is_elastic:
-                self._refuse_other_steps(found, named["num_update_steps_per_epoch"])
+            if is_resized:
                 found["data"] = found["data"] and found["data"] | {"random": {}}  # of the batches of other ranks
                 set_rng_state(found["rng"])
                 branch_randomness(ranks())  # data draw other numbers than the steps after them
-            fits = found["data"] is not None and (is_elastic or not is_resized)
+            fits = found["data"] is not None and (is_resized or found["ranks"] == ranks())
             if fits or self._data.is_fetched_again:
                 go_on = functools.partial(self._data.rest_of, found=found["data"] if fits else None)
                 if not found["steps"]:

@@ -134,6 +134,15 @@ def test_an_epoch_of_other_steps_is_refused(job: Job) -> None:
     assert "an epoch has 3 steps on 3 ranks and 4 on 1, as dataloader_drop_last=True leaves out other batches" in job.launch(1)
 
 
+@pytest.mark.parametrize("job", [{"samples": 22, "micro_batches": 3, "arguments": {"dataloader_drop_last": True}}], indirect=True)
+def test_an_epoch_that_would_be_over_for_other_ranks_is_refused(job: Job) -> None:
+    """After three steps of its four."""
+    job.launch(1, 4)
+    printed = job.launch(3)
+    assert "resumed at iteration 3" in printed, printed[-4000:]
+    assert "an epoch has 4 steps on 1 ranks and 3 on 3, as dataloader_drop_last=True leaves out other batches" in printed
+
+
 def test_micro_batches_that_ranks_cannot_share_are_refused_with_the_numbers_that_can(job: Job) -> None:
     job.launch(3, 2)
     assert "give a number of hosts with 1, 2, 3 or 6 ranks" in job.launch(4)
