@@ -136,8 +136,10 @@ def test_an_epoch_of_other_steps_is_refused(job: Job) -> None:
 
 @pytest.mark.parametrize("job", [{"samples": 22, "micro_batches": 3, "arguments": {"dataloader_drop_last": True}}], indirect=True)
 def test_an_epoch_that_would_be_over_for_other_ranks_is_refused(job: Job) -> None:
-    """After three steps of its four."""
-    job.launch(1, 4)
+    """After three steps of its four, of which the third alone has a snapshot."""
+    job._env |= {"GEMINI_INTERVAL": "3", "GEMINI_FAULTS": "step=4:rank=0:sigkill"}
+    job.launch(1)
+    del job._env["GEMINI_FAULTS"]
     printed = job.launch(3)
     assert "resumed at iteration 3" in printed, printed[-4000:]
     assert "an epoch has 4 steps on 1 ranks and 3 on 3, as dataloader_drop_last=True leaves out other batches" in printed

@@ -465,7 +465,7 @@ def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
     One that counts its steps itself is protected, whoever asks for them meanwhile.
     """
     named = {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_HOST_ID": "little", "GEMINI_LOG_DIR": str(tmp_path)}
-    env = os.environ | named | {"GEMINI_MEMORY_LIMIT": "8MiB", "GEMINI_ON_LATE": "wait"}
+    env = os.environ | named | {"GEMINI_MEMORY_LIMIT": "16MiB", "GEMINI_ON_LATE": "wait"}
     try:
         command = [sys.executable, "-X", "warm", "-c", UNASKED]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
