@@ -150,6 +150,14 @@ def test_a_loader_that_comes_after_an_attribute_of_another_was_deleted_is_made()
     Attributes({"dataset": other}).count_from(before)
 
 
+def test_changes_are_listed_by_the_paths_of_attributes_alone() -> None:
+    data = SimpleNamespace(held=[0], gone=1)
+    attributes = Attributes({"dataset": data})
+    data.held.append(1)
+    del data.gone
+    assert attributes.changes().each() == {"dataset.held": [0, 1], "(gone).dataset": ["gone"]}
+
+
 def test_a_sparse_tensor_lies_in_no_memory_that_processes_share() -> None:
     assert not is_shared(torch.eye(2).to_sparse())
 
