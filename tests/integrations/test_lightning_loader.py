@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import queue
 import random
@@ -12,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from logging.handlers import QueueListener
 from multiprocessing import Value
 from typing import Any, cast
 
@@ -130,41 +130,35 @@ class Ordered(Fast):
 
 
 class Once:
-    """Is its own iterator, which all epochs share: it is made for the first of them, and the next ones are only counted."""
+    """Is its own iterator, which all epochs share, and counts them."""
 
     def __init__(self) -> None:
-        self.batches: Iterator[Any] | None = None
+        self.batches = iter(DataLoader(Noisy(), BATCH))
         self.epochs = 0
 
     def __iter__(self) -> Once:
         self.epochs += 1
-        if self.batches is None:
-            self.begin()
         return self
 
-    def begin(self) -> None:
-        self.batches = iter(DataLoader(Noisy(), BATCH))
-
     def __next__(self) -> torch.Tensor:
-        assert self.batches is not None
-        batch: torch.Tensor = next(self.batches)
+        batch: torch.Tensor = next(self.batches) + self.epochs
         return batch
 
 
-class Remote(IterableDataset[torch.Tensor]):
-    """Has a thread for an event loop, as remote file systems do, which makes no batches."""
+class Logging(IterableDataset[torch.Tensor]):
+    """Starts a thread that writes a log, and makes no batches."""
 
     def __init__(self) -> None:
         self.level = 0
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        events = asyncio.new_event_loop()
-        threading.Thread(target=events.run_forever, daemon=True).start()
+        listener = QueueListener(queue.SimpleQueue())
+        listener.start()
         try:
             for index in range(SAMPLES):
                 yield torch.tensor([float(index), float(self.level)])
         finally:
-            events.call_soon_threadsafe(events.stop)
+            listener.stop()
 
 
 class Counting(Noisy):
@@ -244,7 +238,7 @@ def test_what_the_loop_sets_is_put_back_though_a_thread_beside_the_data_was_star
     def set_level(loader: Any, at: tuple[int, int]) -> None:
         loader.dataset.level = sum(at)
 
-    check_going_on(lambda: DataLoader(Remote(), BATCH), (0, 3), meanwhile=set_level)
+    check_going_on(lambda: DataLoader(Logging(), BATCH), (0, 3), meanwhile=set_level)
 
 
 def test_a_variable_of_the_loop_that_a_collate_function_reads_stays_the_loops_own() -> None:
