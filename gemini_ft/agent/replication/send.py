@@ -230,7 +230,7 @@ class PeerLink(MessagesOnly):
         """The memory of a slot, unless it has been freed."""
         return self._context.slot_store.memory.get((owner, slot))
 
-    def dispatch(self, owner: int, dispatch: Dispatch) -> None:
+    def order(self, owner: int, dispatch: Dispatch) -> None:
         """Has the worker that owns a shard send a piece of it."""
         self._context.workers[owner].send(dispatch)
 
