@@ -71,6 +71,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         self._options, self._rules = options, gradient_pipeline
         self._gradients: Any = None
         self._protection: Any = None
+        self._opened: _Protection | None = None  # that of a training which is about to count its steps
         self._found: dict[str, Any] | None = None  # what is resumed, until the training has come there
         self._trainer: Any = None
         self._epoch = self._steps_before = self._of_epoch = 0  # this epoch, the steps made before it, and its own
@@ -130,19 +131,22 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
     # -- called by the extended Trainer
 
     def open(self, trainer: Any) -> None:
-        """Finds out what is to be resumed before the Trainer counts the steps of an epoch: other ranks have other micro-batches."""
-        _refuse_skipping(trainer)
-        self._protection = None if trainer.is_deepspeed_enabled else _Protection(trainer, self._options)
+        """Finds out, for ``elastic``, what is to be resumed before the Trainer counts the steps of an epoch."""
+        if trainer.is_in_train and not trainer.is_deepspeed_enabled and load_config(self._options).elastic:
+            self._opened = _Protection(trainer, self._options)
 
     def prepare(self, trainer: Any, prepare: Callable[..., Any], max_steps: int, train_dataloader: Any, checkpoint: str | None) -> Any:
         """Makes the engine, and resumes it if there is something to resume; from a checkpoint only if that is newer."""
-        self._found, self._trainer = None, trainer
+        self._protection, self._found, self._trainer = None, None, trainer
+        opened, self._opened = self._opened, None
         prepared = prepare(max_steps, train_dataloader, None)
         if self._rules is not None:
             self._average(trainer)
-        if self._protection is None:
+        _refuse_skipping(trainer)
+        if trainer.is_deepspeed_enabled:
             self._protection = _of_engine(trainer, self._options)
         else:
+            self._protection = opened or _Protection(trainer, self._options)
             self._protection.bind()
         resumed = None
         if self._protection is not None:
@@ -162,6 +166,7 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
             self._tracked.enter_context(continued(found.get("trackers", {})))  # snapshots in storage may be older
             self._evaluates_on_start, trainer.args.eval_on_start = trainer.args.eval_on_start, False  # that evaluation belongs to the past
         elif checkpoint is not None:  # as the Trainer does where it was given none
+            iterators.resumption.resize = None  # nothing comes from positions of other ranks
             if trainer.is_deepspeed_enabled:
                 deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=not _is_peft_model(trainer.model))
             elif trainer.is_fsdp_enabled:
@@ -184,7 +189,10 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
         trainer, epoch, found = self._trainer, named["epoch"], self._found
         go_on: Callable[..., Any] | None = None
         accumulated = trainer.args.gradient_accumulation_steps
+        is_resized = found is not None and self._protection.checkpointer.config.elastic is not None and found["ranks"] != ranks()
         if found is not None:
+            if is_resized and not found["finished"]:
+                self._refuse_other_steps(found, named["num_update_steps_per_epoch"])
             if epoch < found["epoch"]:
                 return None
             for earlier in range(found["epoch"], epoch):  # the Trainer begins where a checkpoint is that was not followed
@@ -202,19 +210,19 @@ class GeminiCallback(TrainerCallback):  # type: ignore[misc]
                 self._arrive(found)
                 trainer.control.should_training_stop = True
                 return None
-            if found["steps"] >= named["num_update_steps_per_epoch"]:  # a job may go on for longer than was planned
+            if is_resized:  # a job may go on for longer than was planned
+                self._refuse_other_steps(found, named["num_update_steps_per_epoch"])
+            if found["steps"] >= named["num_update_steps_per_epoch"]:
                 self._arrive(found)
                 return None
             set_rng_state(found["epoch_rng"])
             named |= {"epochs_trained": epoch, "steps_trained_in_current_epoch": found["steps"] * accumulated}
             named["resume_from_checkpoint"] = _NO_FOLDER if found["steps"] else None
-            is_resized, is_elastic = found["ranks"] != ranks(), self._protection.checkpointer.config.elastic is not None
-            if is_resized and is_elastic:
-                self._refuse_other_steps(found, named["num_update_steps_per_epoch"])
+            if is_resized:
                 found["data"] = found["data"] and found["data"] | {"random": {}}  # of the batches of other ranks
                 set_rng_state(found["rng"])
                 branch_randomness(ranks())  # data draw other numbers than the steps after them
-            fits = found["data"] is not None and (is_elastic or not is_resized)
+            fits = found["data"] is not None and (is_resized or found["ranks"] == ranks())
             if fits or self._data.is_fetched_again:
                 go_on = functools.partial(self._data.rest_of, found=found["data"] if fits else None)
                 if not found["steps"]:

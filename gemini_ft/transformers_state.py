@@ -105,13 +105,15 @@ def why_weighed_by_ranks(trainer: Any) -> str:
     does with one that is divided by the tokens of all ranks; a loss of the script's own may be neither.
     """
     takes_tokens = bool(trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None)
-    is_multiplied, said = takes_tokens and trainer.args.average_tokens_across_devices, getattr(trainer, "loss_is_scaled_for_ga", None)
+    is_multiplied = takes_tokens and trainer.args.average_tokens_across_devices
+    said = trainer.loss_is_scaled_for_ga if hasattr(Trainer, "loss_is_scaled_for_ga") else None  # a Trainer before 5.19 does not ask
     is_whole = takes_tokens if said is None else said  # not divided by the micro-batches of a rank
     is_own = type(trainer).compute_loss is not Trainer.compute_loss or trainer.compute_loss_func is not None
     if is_own and (is_multiplied or is_whole):
         return (
             "nothing says by how much the script's own loss (compute_loss, compute_loss_func) is divided. Let it be the mean of its "
-            "micro-batch, with loss_is_scaled_for_ga = False in the Trainer's class and average_tokens_across_devices=False"
+            "micro-batch, with loss_is_scaled_for_ga = False in the Trainer's class (from transformers 5.19 on) and "
+            "average_tokens_across_devices=False"
         )
     if is_multiplied != is_whole:
         return (

@@ -97,6 +97,7 @@ def make_class(name: str, mixin: Any, base: str, package: str, public: str, doc:
     def __init__(self: Any, **options: Any) -> None:
         mixin.__init__(self, **options)
 
+    __init__.__qualname__ = f"{name}.__init__"
     __init__.__signature__ = of_command_line(signature)  # type: ignore[attr-defined]
     space = {
         "__module__": public,

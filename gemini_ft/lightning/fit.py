@@ -235,7 +235,7 @@ class Fit:
         for end in self._hooks:
             end()
         if finished:
-            self.files.leave()
+            self.files.keep()
         if self.turns is not None:
             self.turns.end()
         self._logs.close()
@@ -289,7 +289,8 @@ class Fit:
 
     def _begin_files(self, saved: dict[str, Any] | None) -> None:
         note = state_folder() / f"{self.checkpointer.run}-{self.checkpointer.name}.files"
-        self.files.begin(saved, note, self.checkpointer.launch)
+        # A file of the user's that was followed may refer to others.
+        self.files.begin(saved, note, "" if self._trainer.ckpt_path else self.checkpointer.launch)
 
     def _before_positions(self) -> None:
         self._validation_data.settle()
@@ -338,6 +339,8 @@ class Fit:
                 logger.log_metrics(figures, trainer_loops.steps_logged(self._trainer))
         if self._last_step is None:
             self._last_step = step  # as it was loaded, or initialised: nothing new yet
+        if self.checkpointer.stats.committed is not None:
+            self.files.keep()
         if step == self._last_step:
             self._name_uncounted(made)
         if step == self._last_step or self._is_accumulating:

@@ -112,8 +112,8 @@ def _register_loaded(module: ModuleType) -> None:
 
 
 def _import_strategies(module: ModuleType) -> None:
-    ours = importlib.import_module(_COMMAND_LINES[module.__name__])
-    with suppress(ConfigError):  # a version of Lightning that is refused as soon as a script asks for a strategy
+    with suppress(Exception):  # of a version or a platform that is refused as soon as a script asks for a strategy
+        ours = importlib.import_module(_COMMAND_LINES[module.__name__])
         for name in ("GeminiStrategy", "GeminiModelParallelStrategy", "GeminiDeepSpeedStrategy"):
             getattr(ours, name)
 

@@ -16,6 +16,7 @@ from gemini_ft.loaders.loader import bookmark_of
 from gemini_ft.state.hyperparameters import Given, of_mapping, of_scheduler
 
 log = logging.getLogger("gemini_ft")
+_KEPT = "="  # a line of the note of `Files`
 
 
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
@@ -139,7 +140,9 @@ class Files:
         self._there: dict[str, set[str]] = {}  # names by folder, on rank 0
         self._early: set[str] = set()  # paths of files that are to be written again
         self._seeing: list[Around] = []
-        self._note: Path | None = None  # has a line for each file that this run has written or removed since its last start; on rank 0
+        # On rank 0: has the launch, and a line for each file that this run has written or removed since its last start.
+        self._note: Path | None = None
+        self._is_kept = False  # whether the note has `_KEPT`
 
     def state(self) -> dict[str, list[str]]:
         """Names of the files by folder, as plain data."""
@@ -151,7 +154,7 @@ class Files:
         Args:
             saved: the `state` of the snapshot; None: nothing is resumed, as after a failure before the first commit.
             note: the file in which this host keeps what the run has written.
-            launch: the name of all attempts of the present launcher.
+            launch: the name of all attempts of the present launcher; empty: files of a start that resumes nothing stay.
         """
         callbacks = [callback for callback in self._trainer.checkpoint_callbacks if "ModelCheckpoint" in shipped_names(callback)]
         folders = {str(callback.dirpath): callback for callback in callbacks if callback.dirpath}
@@ -175,10 +178,11 @@ class Files:
         """Records a file that was removed."""
         self._change("-", path)
 
-    def leave(self) -> None:
-        """Leaves the files to the user as the fit has ended well: another one of this launch may not write over them."""
-        if self._note is not None:
-            self._write_note("w", "")
+    def keep(self) -> None:
+        """Has an attempt that resumes nothing leave these files alone: there is a commit, and if it is lost they are all that is left."""
+        if self._note is not None and not self._is_kept:
+            self._is_kept = True
+            self._write_note("a", f"{_KEPT}\n")
 
     def end(self) -> None:
         """Lets the ModelCheckpoints see all files again."""
@@ -188,13 +192,13 @@ class Files:
     def _written_again(self, saved: Mapping[str, Sequence[str]] | None, launch: str) -> set[str]:
         """Takes the files that this run has written after the snapshot out of those that are there; returns their paths.
 
-        Where nothing is resumed these are those of this launch: a job that has failed before its first commit begins anew.
+        Where nothing is resumed these are those of an attempt of this launch that has failed before its first commit.
         """
         assert self._note is not None
         ours: set[str] = set()
         with contextlib.suppress(OSError, ValueError):
             by, *lines = self._note.read_text().splitlines()
-            for line in lines if saved is not None or by == launch else ():
+            for line in lines if saved is not None or (by == launch != "" and _KEPT not in lines) else ():
                 (ours.add if line.startswith("+") else ours.discard)(line[1:])
         early = set()
         for folder, names in self._there.items():

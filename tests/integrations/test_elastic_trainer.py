@@ -81,7 +81,10 @@ SHARDED = {"sharded": True, "arguments": {"fsdp": True, "fsdp_config": {"version
     "run",
     [
         {},
-        {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12, "dataloader_num_workers": 1}},
+        pytest.param(
+            {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12, "dataloader_num_workers": 1}},
+            marks=pytest.mark.skipif(not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"), reason="needs transformers 5.19"),
+        ),
         pytest.param(SHARDED, marks=pytest.mark.soak),
     ],
     ids=["tokens of all ranks", "mean of a micro-batch", "fsdp2"],
@@ -131,6 +134,17 @@ def test_an_epoch_of_other_steps_is_refused(job: Job) -> None:
     assert "an epoch has 3 steps on 3 ranks and 4 on 1, as dataloader_drop_last=True leaves out other batches" in job.launch(1)
 
 
+@pytest.mark.parametrize("job", [{"samples": 22, "micro_batches": 3, "arguments": {"dataloader_drop_last": True}}], indirect=True)
+def test_an_epoch_that_would_be_over_for_other_ranks_is_refused(job: Job) -> None:
+    """After three steps of its four, of which the third alone has a snapshot."""
+    job._env |= {"GEMINI_INTERVAL": "3", "GEMINI_FAULTS": "step=4:rank=0:sigkill"}
+    job.launch(1)
+    del job._env["GEMINI_FAULTS"]
+    printed = job.launch(3)
+    assert "resumed at iteration 3" in printed, printed[-4000:]
+    assert "an epoch has 4 steps on 1 ranks and 3 on 3, as dataloader_drop_last=True leaves out other batches" in printed
+
+
 def test_micro_batches_that_ranks_cannot_share_are_refused_with_the_numbers_that_can(job: Job) -> None:
     job.launch(3, 2)
     assert "give a number of hosts with 1, 2, 3 or 6 ranks" in job.launch(4)
@@ -172,9 +186,11 @@ def test_batches_that_accelerate_deals_out_in_turn(make: Callable[[], Any], why:
     ],
 )
 def test_losses_whose_weight_follows_from_the_number_of_ranks(
-    takes_tokens: bool, averages: bool, scaled: bool | None, is_own: bool, is_weighed: bool
+    takes_tokens: bool, averages: bool, scaled: bool | None, is_own: bool, is_weighed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gemini_ft.transformers_state import why_weighed_by_ranks
+
+    monkeypatch.setattr(transformers.Trainer, "loss_is_scaled_for_ga", None, raising=False)
 
     class Own(transformers.Trainer):  # type: ignore[misc]
         def compute_loss(self, *_: Any, **__: Any) -> None:
@@ -184,3 +200,14 @@ def test_losses_whose_weight_follows_from_the_number_of_ranks(
     trainer.args, trainer.compute_loss_func = SimpleNamespace(average_tokens_across_devices=averages), None
     trainer.model_accepts_loss_kwargs, trainer.loss_is_scaled_for_ga = takes_tokens, scaled
     assert bool(why_weighed_by_ranks(trainer)) == is_weighed
+
+
+def test_what_a_trainer_before_519_does_not_ask_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It divides no loss of a model that takes the number of tokens."""
+    from gemini_ft.transformers_state import why_weighed_by_ranks
+
+    monkeypatch.delattr(transformers.Trainer, "loss_is_scaled_for_ga", raising=False)
+    trainer = object.__new__(transformers.Trainer)
+    trainer.args, trainer.compute_loss_func = SimpleNamespace(average_tokens_across_devices=False), None
+    trainer.model_accepts_loss_kwargs, trainer.loss_is_scaled_for_ga = True, False
+    assert "weighs samples by the number of ranks" in why_weighed_by_ranks(trainer)

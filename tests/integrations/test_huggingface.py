@@ -422,11 +422,11 @@ class Net(torch.nn.Module):
     def forward(self, x):
         return {"loss": self.line(x).sum()}
 
-def train(width=1, callbacks=None, **named):
+def train(width=1, callbacks=None, kind=Trainer, **named):
     global trainer
     arguments = TrainingArguments(output_dir="out", use_cpu=True, report_to=[], **named)
     try:
-        trainer = Trainer(model=Net(width), args=arguments, train_dataset=[{"x": torch.ones(width)}], callbacks=callbacks)
+        trainer = kind(model=Net(width), args=arguments, train_dataset=[{"x": torch.ones(width)}], callbacks=callbacks)
         trainer.train()
         print("DONE")
     except BaseException as error:
@@ -438,8 +438,21 @@ class Noting(TrainerCallback):
         copies = copy.deepcopy(trainer.callback_handler.callbacks), pickle.loads(pickle.dumps(trainer.callback_handler.callbacks[-1]))
         assert type(copies[0][-1]) is type(copies[1]) is type(trainer.callback_handler.callbacks[-1])
 
+class Counted(Trainer):
+    def set_initial_training_values(self, args, dataloader):
+        return 3, 1, 1, 3, 1, 1, 3
+
+class Asking(TrainerCallback):
+    def on_step_end(self, args, state, control, **named):
+        Trainer.set_initial_training_values(trainer, args, trainer.get_train_dataloader())
+
+    def on_train_end(self, args, state, control, **named):
+        protection = trainer.callback_handler.callbacks[-1]._protection
+        print("SNAPSHOTS", state.global_step, protection.checkpointer.name, protection.checkpointer.stats.snapshots)
+
 train(width=1500)
 train(callbacks=[Noting()], save_strategy="no", disable_tqdm=True)
+train(callbacks=[Asking()], kind=Counted, save_strategy="no", disable_tqdm=True)
 train(ignore_data_skip=True)
 Trainer._run_epoch = lambda self, epoch: None
 train()
@@ -447,17 +460,21 @@ train()
 
 
 def test_what_a_trainer_of_gemini_run_is_told(tmp_path: Path) -> None:
-    """A Trainer that is not supported runs unprotected, its callbacks can be copied, and an error of gemini-ft names the way out."""
+    """A Trainer that is not supported runs unprotected, its callbacks can be copied, and an error of gemini-ft names the way out.
+
+    One that counts its steps itself is protected, whoever asks for them meanwhile.
+    """
     named = {"GEMINI_RUN_ID": f"{os.getpid()}-{tmp_path.name}", "GEMINI_HOST_ID": "little", "GEMINI_LOG_DIR": str(tmp_path)}
-    env = os.environ | named | {"GEMINI_MEMORY_LIMIT": "8MiB"}
+    env = os.environ | named | {"GEMINI_MEMORY_LIMIT": "16MiB", "GEMINI_ON_LATE": "wait"}
     try:
         command = [sys.executable, "-X", "warm", "-c", UNASKED]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
     finally:
         end_agent(named["GEMINI_RUN_ID"], "little")  # it would wait for the job to come back
-    little, noting, skipping, other_version = [line for line in done.stdout.splitlines() if line.startswith(("DONE", "FAILED"))]
+    little, noting, counting, skipping, other_version = [line for line in done.stdout.splitlines() if line.startswith(("DONE", "FAILED"))]
     assert little.endswith("`gemini run` protects every Trainer; GEMINI_WRAP=0 leaves them as they are")
-    assert (noting, skipping) == ("DONE", "DONE")
+    assert (noting, counting, skipping) == ("DONE", "DONE", "DONE")
+    assert "SNAPSHOTS 3 trainer-2 3" in done.stdout
     assert other_version.startswith("FAILED: TypeError <lambda>()")
     told = [line for line in done.stderr.splitlines() if "transformers' Trainer is not protected: " in line]
     assert "ignore_data_skip=True gives up the position" in told[0]

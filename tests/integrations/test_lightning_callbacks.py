@@ -564,28 +564,25 @@ def _itself(what: Any, *_: Any, **__: Any) -> Any:
 
 
 def test_files_of_an_attempt_that_came_to_no_commit_are_written_over(tmp_path: Path) -> None:
-    """By the next attempt of its launch; not by another launch, and not where that fit has ended well."""
+    """By the next attempt of its launch; not by another launch, and not where that fit has ended well, had a commit that is lost now, or
+    goes on from a file."""
     callback, path = shipped.ModelCheckpoint(tmp_path / "files"), tmp_path / "files" / "step=1.ckpt"
     path.parent.mkdir()
     trainer: Any = SimpleNamespace(
         checkpoint_callbacks=[callback], is_global_zero=True, strategy=SimpleNamespace(broadcast=_itself, reduce_boolean_decision=_itself)
     )
 
-    def is_seen(launch: str, *, ends_well: bool = False) -> bool:
+    def is_seen(launch: str, *, commits: bool = False) -> bool:
         files = Files(trainer)
         files.begin(None, tmp_path / "note", launch)
         seen = callback.file_exists(str(path), trainer)
         path.touch()
         files.writes(path)
         files.end()
-        if ends_well:
-            files.leave()
+        if commits:
+            files.keep()
         return seen
 
-    assert [is_seen("one"), is_seen("one"), is_seen("two"), is_seen("two", ends_well=True), is_seen("two")] == [
-        False,
-        False,
-        True,
-        False,
-        True,
-    ]
+    assert [is_seen(launch) for launch in ("one", "one", "two")] == [False, False, True]
+    assert [is_seen("two", commits=True), is_seen("two")] == [False, True]
+    assert [is_seen(""), is_seen("")] == [True, True]

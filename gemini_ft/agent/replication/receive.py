@@ -22,13 +22,13 @@ from gemini_ft.wire.peer_messages import (
     Ack,
     Astray,
     Begin,
+    ChunkPart,
     Drop,
     End,
     Exposed,
     Offer,
     Parcel,
     PeerMessage,
-    Piece,
     Readable,
     Ready,
     Refused,
@@ -212,16 +212,16 @@ class _Parcels:
     """Pieces that are coming by another way than a lane."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], tuple[Piece, bool]] = {}  # (source, tag) -> it, and whether it is kept
+        self._waiting: dict[tuple[int, int], tuple[ChunkPart, bool]] = {}  # (source, tag) -> it, and whether it is kept
         self._landed: dict[tuple[int, int, int], int] = {}  # (owner, iteration, chunk) -> bytes that have come
 
-    def expect(self, parcel: Piece, kept: bool) -> None:
+    def expect(self, parcel: ChunkPart, kept: bool) -> None:
         self._waiting[parcel.source, parcel.tag] = parcel, kept
 
-    def landed(self, source: int, tag: int) -> tuple[Piece, bool] | None:
+    def landed(self, source: int, tag: int) -> tuple[ChunkPart, bool] | None:
         return self._waiting.pop((source, tag), None)
 
-    def completes(self, parcel: Piece) -> bool:
+    def completes(self, parcel: ChunkPart) -> bool:
         """Counts a piece that has come; returns whether its chunk is whole now."""
         chunk = parcel.chunk
         key = chunk.owner, chunk.iteration, chunk.index
@@ -255,7 +255,7 @@ class Receiver:
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Chunk):
             return self._await(message)
-        if isinstance(message, Piece):
+        if isinstance(message, ChunkPart):
             self._collect(message)
         elif isinstance(message, Exposed):
             self._exposed = message
@@ -341,7 +341,7 @@ class Receiver:
         memory.forget(chunk.index)
         return memory.data(chunk.offset, chunk.nbytes)
 
-    def _collect(self, parcel: Piece) -> None:
+    def _collect(self, parcel: ChunkPart) -> None:
         chunk = parcel.chunk
         if parcel.start < 0 or not 0 < parcel.nbytes <= chunk.nbytes - parcel.start:
             raise PeerError(f"host {self.host} sent bytes {parcel.start}+{parcel.nbytes} of a chunk of {chunk.nbytes}")
