@@ -29,7 +29,7 @@ _REGISTRIES = {
 }
 
 # Module of LightningCLI, whose help lists the strategies that have been imported -> ours for its package.
-_COMMAND_LINES = {"lightning.pytorch.cli": "gemini_ft.lightning", "pytorch_lightning.cli": "gemini_ft.pytorch_lightning"}
+COMMAND_LINES = {"lightning.pytorch.cli": "gemini_ft.lightning", "pytorch_lightning.cli": "gemini_ft.pytorch_lightning"}
 
 # As Lightning has them for "deepspeed".
 _DEEPSPEED = {
@@ -79,9 +79,9 @@ def install() -> None:
     for name in _REGISTRIES:
         _register(name)
     after_import(_REGISTRIES, _register_loaded)
-    for name in _COMMAND_LINES.keys() & sys.modules.keys():
-        _import_strategies(sys.modules[name])
-    after_import(_COMMAND_LINES, _import_strategies)
+    for name in COMMAND_LINES.keys() & sys.modules.keys():
+        import_strategies(sys.modules[name])
+    after_import(COMMAND_LINES, import_strategies)
 
 
 def _reminders(package: str) -> list[Any]:
@@ -111,9 +111,9 @@ def _register_loaded(module: ModuleType) -> None:
     _register(module.__name__)
 
 
-def _import_strategies(module: ModuleType) -> None:
+def import_strategies(module: ModuleType) -> None:
     with suppress(Exception):  # of a version or a platform that is refused as soon as a script asks for a strategy
-        ours = importlib.import_module(_COMMAND_LINES[module.__name__])
+        ours = importlib.import_module(COMMAND_LINES[module.__name__])
         for name in ("GeminiStrategy", "GeminiModelParallelStrategy", "GeminiDeepSpeedStrategy"):
             getattr(ours, name)
 

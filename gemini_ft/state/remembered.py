@@ -32,9 +32,9 @@ from gemini_ft.state.values import (
     ATOMS,
     MAPPINGS,
     SEQUENCES,
-    Identity,
     NotPlain,
     Opaque,
+    SameObject,
     copy_for,
     copy_of,
     digest,
@@ -107,7 +107,7 @@ class Attributes:
         self._objects: dict[str, Any] = {}
         self._namespaces: set[int] = set()  # ids of those among them that are dicts, whose entries are their attributes
         self._marked: dict[str, dict[str, Any]] = {}
-        self._firsts: dict[str, dict[str, Identity]] = {}  # the objects of attributes that can change in place, when they were first seen
+        self._firsts: dict[str, dict[str, SameObject]] = {}  # the objects of attributes that can change in place, when they were first seen
         self._elsewhere: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
         self._came: dict[str, tuple[weakref.ref[torch.Tensor], int, bool]] = {}  # tensors in place of None: version, whether they stayed so
         self.mark()
@@ -138,7 +138,7 @@ class Attributes:
                 self._marked.setdefault(path, {})
 
     def _identify(self, path: str, item: Any) -> None:
-        self._firsts[path] = {name: Identity(value) for name, value in self._of(path, item) if is_changeable(value)}
+        self._firsts[path] = {name: SameObject(value) for name, value in self._of(path, item) if is_changeable(value)}
 
     def _is_first(self, path: str, name: str, value: Any) -> bool:
         first = self._firsts.get(path, {}).get(name)

@@ -40,7 +40,7 @@ class NotPlain(Exception):
     """The value cannot be kept."""
 
 
-class Identity:
+class SameObject:
     """Knows the very object again, and does not keep it alive."""
 
     def __init__(self, value: Any) -> None:
@@ -56,7 +56,7 @@ class Identity:
         return id(value) == self._id if self._reference is None else self._reference() is value
 
 
-class Opaque(Identity):
+class Opaque(SameObject):
     """A mark of a value that is not plain, by which a change of it shows, and of lists and dicts that another one is there.
 
     ``closely``: whether to look into containers and arrays, too; data may fill those as a cache.

@@ -412,8 +412,8 @@ def test_an_installed_package_reminds_if_asked_and_workers_need_no_import(tmp_pa
 
 def test_a_command_line_is_none_the_worse_where_the_strategies_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another platform: a script that asks for none of them goes on."""
-    monkeypatch.setitem(registration._COMMAND_LINES, "lightning.pytorch.cli", "gemini_ft.absent")
-    registration._import_strategies(ModuleType("lightning.pytorch.cli"))
+    monkeypatch.setitem(registration.COMMAND_LINES, "lightning.pytorch.cli", "gemini_ft.absent")
+    registration.import_strategies(ModuleType("lightning.pytorch.cli"))
 
 
 def test_an_argument_without_a_name_is_refused_in_the_name_of_the_strategy() -> None:
