@@ -2,7 +2,8 @@
 
 Three to five emulated hosts and a spare, each with launcher, workers and agent of its own; faults by a seed. Between two faults
 the job makes some steps, or none: every third fault is followed by another within a second. Three more are drawn for moments inside
-agents, workers and launchers (docs/drills.md). See benchmarks/README.md.
+agents, workers and launchers (docs/drills.md). Agents and workers write what they do, and the rules of the simulation judge it
+(tests/kit/witnessed.py). See benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from gemini_ft.core.faults import PROCESS_MOMENTS
 from gemini_ft.storage.checkpoints import MANIFEST
 from gemini_ft.testing import DrillError, EmulatedHosts
 from gemini_ft.wire.private import credentials
+
+sys.path.append(str(common.HERE.parent / "tests" / "kit"))  # the rules of histories are those of the tests
+import witnessed
 
 WORKER = str(Path(__file__).with_name("chaos_worker.py"))
 # Faults that may take the only copy of a shard along: a replica that comes too late does not count. Without it a job waits for the host.
@@ -73,6 +77,8 @@ class Round:
     stayed: int = 0  # times that a worker has begun anew in its process
     faults: list[Fault] = field(default_factory=list)
     inside: list[str] = field(default_factory=list)  # faults that have happened at moments inside processes
+    events: int = 0  # of the history that agents and workers have written
+    violations: list[str] = field(default_factory=list)  # what must not be in it
 
 
 class Events:
@@ -217,7 +223,7 @@ def job_of(hosts: int, workers: int, steps: int, folder: Path, restart: str = "p
     """The job, in an empty folder; every twentieth step is in storage, for when all holders of a shard are lost."""
     (folder / "out").mkdir(parents=True)
     env = SETTINGS | {"GEMINI_STORAGE__URL": f"file://{folder}/store", "GEMINI_STORAGE__EVERY_STEPS": "20", "GEMINI_RESTART": restart}
-    env["GEMINI_FAULTS"] = faults
+    env |= {"GEMINI_FAULTS": faults, **witnessed.witness(folder)}
     return EmulatedHosts(hosts, [WORKER, "--steps", str(steps), "--out", str(folder / "out")], folder, workers=workers, env=env)
 
 
@@ -251,6 +257,8 @@ def disturbed(round_: Round, faults: int, longest_stop: float, folder: Path, res
             monkey.stop()
             _measure_commits(round_, events.read())
             round_.stayed = events.stayed
+            history = witnessed.read(folder)
+            round_.events, round_.violations = len(history), witnessed.violations(history)
             round_.inside = sorted(path.read_text().strip() for path in (folder / "faults").glob("*"))
     return ends(folder)
 
@@ -313,8 +321,9 @@ def campaign(options: argparse.Namespace) -> list[Round]:
             try:
                 wanted = min(options.faults_per_round, options.faults - done)
                 found = disturbed(round_, wanted, options.longest_stop, Path(folder, "disturbed"), options.restart)
-                round_.equal = found == expected[key]
-                round_.problem = "" if round_.equal else "the ranks ended with other bits"
+                round_.equal = found == expected[key] and not round_.violations
+                round_.problem = "" if found == expected[key] else "the ranks ended with other bits"
+                round_.problem = round_.problem or "".join(round_.violations[:1])
             except DrillError as error:
                 round_.problem = str(error)
             round_.seconds = time.monotonic() - begin
@@ -349,6 +358,8 @@ def summary(rounds: list[Round]) -> dict[str, Any]:
         "longest_without_commit_s": round(max((round_.longest_without_commit for round_ in rounds), default=0.0), 2),
         "inside": sum(len(round_.inside) for round_ in rounds),
         "stayed": sum(round_.stayed for round_ in rounds),
+        "events": sum(round_.events for round_ in rounds),
+        "violations": sum(len(round_.violations) for round_ in rounds),
         "worst_steps_lost": max((fault.steps_lost for fault in faults), default=0),
         "sources": dict(Counter(source for fault in faults for source in fault.sources)),
     }
@@ -361,7 +372,8 @@ def report(rounds: list[Round], figures: dict[str, Any], restart: str) -> str:
         f"Settings: {json.dumps(SETTINGS)}; storage every 20 steps; `--restart {restart}`.",
         "",
         f"{figures['faults']} faults in {figures['rounds']} rounds; {sum(r.equal for r in rounds)} ended with the undisturbed bits. "
-        f"{figures['inside']} more happened at moments inside processes. {figures['stayed']} times a worker began anew in its process.",
+        f"{figures['inside']} more happened at moments inside processes. {figures['stayed']} times a worker began anew in its process. "
+        f"The histories have {figures['events']} events, of which {figures['violations']} must not be.",
         "",
         "| fault (alone) | times | next step, median s | worst s | steps lost, median | worst |",
         "|---|---|---|---|---|---|",

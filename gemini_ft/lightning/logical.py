@@ -159,8 +159,8 @@ class Turns:
     def state_dict(self) -> dict[str, Any]:
         """The logical ranks of this worker. Raises UnsupportedStateError: they share what the training data have changed."""
         assert self.ranks is not None
-        kept, lost = self._data.changes()
-        if changed := sorted({f"{path}.{name}" for path, values in kept.items() for name in values} | set(lost)):
+        changes = self._data.changes()
+        if changed := sorted({*changes.each(), *changes.lost}):
             raise UnsupportedStateError(
                 f"elastic='exact': {', '.join(changed[:8])} changed as batches were made, and would be one for all logical ranks that a "
                 f"worker carries; leave the data as they are {_OUT}"

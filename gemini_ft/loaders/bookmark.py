@@ -37,8 +37,7 @@ from gemini_ft.loaders.stripes import BATCHES, restriped, why_undivided
 from gemini_ft.loaders.workers import RestoringInit, Stamped, StampingCollate, State, WorkerStates, end_at_once
 from gemini_ft.state import iterators
 from gemini_ft.state.iterators import Resumption
-from gemini_ft.state.methods import set_in
-from gemini_ft.state.remembered import HELD
+from gemini_ft.state.methods import set_anew
 from gemini_ft.state.rng import (
     Randomness,
     generator_states,
@@ -53,6 +52,8 @@ from gemini_ft.state.rng import (
 log = logging.getLogger(__name__)
 _END = object()
 _LOOKED_AT = 8  # indices
+# Packages whose threads make no batches: event loops of remote files, loggers, progress bars, torch's for its workers, and this one's.
+_BESIDE = frozenset({"asyncio", "gemini_ft", "logging", "multiprocessing", "tensorboard", "torch", "tqdm", "uvloop", "wandb"})
 
 
 class Bookmark:
@@ -87,6 +88,10 @@ class Bookmark:
         self._parts = LoaderParts(loader, base, epoch)
         self._between = Between(self._parts, rests=rests, insists=method == "skip")
         self._way: Way = self._parts.way(method, rests=rests)
+        is_own = self._way == "replay" and hasattr(base, "__next__")
+        anew = set_anew(base, "__iter__") if is_own else ()
+        self._is_iterator = is_own and not anew  # it can be iterated only once, and each epoch takes the batches that follow
+        self._made_anew = {f"dataset.{name}" for name in anew if not hasattr(loader, "dataset")}
         self._before_next = before_next
         self._insists = method == "skip"  # the user has declared that changes beside the generators do not matter
         self._remade = remade
@@ -374,9 +379,8 @@ class Bookmark:
                 self._asks = position["asks"]
 
     def _look_for_threads(self) -> None:
-        """Looks for threads that have come since the iteration was started, and are not those of torch's worker processes."""
-        new = [thread.name for thread in threading.enumerate() if thread not in self._threads]
-        self._is_fed |= any(not name.startswith("QueueFeederThread") and "_pin_memory_loop" not in name for name in new)
+        """Looks for threads that have come since the iteration was started, and may make its batches."""
+        self._is_fed |= any(_may_feed(thread) for thread in threading.enumerate() if thread not in self._threads)
 
     def _batches(self, inner: Iterator[Any]) -> Iterator[Any]:
         return self._until_over(self._watched(inner), self._iterations)
@@ -627,9 +631,8 @@ class Bookmark:
 
     def changed(self) -> tuple[list[str], list[str]]:
         """Paths of attributes of the data that have changed since the first epoch began: those that are kept, and the others."""
-        kept = self._parts.born.changes().kept
         lost = [*self.lost_here, *sorted(self._workers.lost if self._workers else ())]
-        return [f"{path}.{name}" for path, values in kept.items() if path != HELD for name in values], lost
+        return [*self._parts.born.changes().each()], lost
 
     @property
     def _may_lose(self) -> bool:
@@ -640,9 +643,10 @@ class Bookmark:
     def lost_here(self) -> dict[str, str]:
         """Digests of attributes of the data that have changed in this process since the first epoch began, and cannot be kept, by path.
 
-        Without an order that the sampler has made for this epoch, which is made again.
+        Without an order that the sampler, or a loader that is its own iterator, has made for this epoch, which is made again.
         """
-        return {path: now for path, now in self._parts.born.lost().items() if self._order.get(path) != now}
+        lost = self._parts.born.lost()
+        return {path: now for path, now in lost.items() if self._order.get(path) != now and path not in self._made_anew}
 
     def lost_now(self, then: Mapping[str, str]) -> dict[str, str]:
         """The digests of all that have changed, and of those among ``then`` that are as they were, whether they seem to have or not.
@@ -704,15 +708,16 @@ class Bookmark:
             return 0
         return self._workers.whole_rounds(batches) if self._workers and self._way == "skip" else batches
 
-    @property
-    def _is_iterator(self) -> bool:
-        """Whether the loader can be iterated only once, as its ``__iter__`` sets nothing; each epoch takes the batches that follow."""
-        return self._way == "replay" and hasattr(self._base, "__next__") and not set_in(self._base, "__iter__")
-
 
 def _goes_on(position: dict[str, Any] | None) -> bool:
     """Whether an iteration is to go on in its middle."""
     return position is not None and "batches" in position and "left" not in position
+
+
+def _may_feed(thread: threading.Thread) -> bool:
+    """Whether a thread may make batches, by the package of what it runs."""
+    work = getattr(thread, "_target", None) or type(thread).run
+    return str(getattr(work, "__module__", "")).partition(".")[0] not in _BESIDE
 
 
 def is_position(state: Any) -> bool:

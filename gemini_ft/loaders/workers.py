@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 from torch.utils.data._utils.worker import _IterableDatasetStopIteration
 
-from gemini_ft.state.remembered import OF_LOADERS, Attributes, Values
+from gemini_ft.state.remembered import OF_STREAMS, Attributes, Values
 from gemini_ft.state.rng import (
     Randomness,
     generator_states,
@@ -56,7 +56,7 @@ class StampingCollate:
         script_generators()  # looks for them, in the worker's own process
         self._roots = {"dataset": dataset, "collate": self._collate}
         self._generators = private_generators(**self._roots)
-        self._attributes = Attributes(self._roots, lambda _: OF_LOADERS, shared=False)
+        self._attributes = Attributes(self._roots, lambda _: OF_STREAMS, shared=False)
         if state is not None:
             set_randomness(state[0])
             self._attributes.give_back(state[1])

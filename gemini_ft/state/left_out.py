@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from gemini_ft.state.fields import is_a, parts_of
+from gemini_ft.state.modes import own_values
 from gemini_ft.state.rng import generator_states, private_generators, script_generators
 from gemini_ft.state.script import script_frames, variables_of
 
@@ -49,8 +50,11 @@ class Generators:
 
     def __init__(self, given: Iterable[Any], callbacks: Mapping[str, Any] = MappingProxyType({})) -> None:
         known = {id(random._inst), id(np.random.mtrand._rand), *map(id, script_generators().values())}  # which are captured
-        roots = [inner for item in given for inner in (item.modules() if is_a(item, nn.Module) else [item])]
-        known |= {id(each) for each in private_generators(6, **{str(index): item for index, item in enumerate(roots)}).values()}
+        roots = {str(index): item for index, item in enumerate(given)}
+        modules = {name: item for name, item in roots.items() if is_a(item, nn.Module)}
+        own = own_values({f"{name}.{path}": inner for name, item in modules.items() for path, inner in item.named_modules()})
+        others = {name: item for name, item in roots.items() if name not in modules}
+        known |= {id(each) for each in private_generators(6, **own, **others).values()}
         found = private_generators(**_variables(), **callbacks)
         self._unknown = {path: generator for path, generator in found.items() if id(generator) not in known}
         self._states, self._seeds = self._present(), self._seeded()

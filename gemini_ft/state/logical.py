@@ -351,11 +351,11 @@ class LogicalRanks:
 
     def _look(self) -> dict[str, Any]:
         """The parameters, the attributes of modules that are no buffers, and what is the job's, as they are now."""
-        kept, lost = self._attributes.changes()
-        found: dict[str, Any] = {f"{path}.{name}": codec.encode(value) for path, values in kept.items() for name, value in values.items()}
+        changes = self._attributes.changes()
+        found: dict[str, Any] = {path: codec.encode(value) for path, value in changes.each().items()}
         params = {f"{name}.{key}": version_of(param) for name, model in self._models.items() for key, param in model.named_parameters()}
         given = {name: codec.encode(value) for name, value in self.common().items()}
-        return found | params | given | {path: b"" for path in lost if not self._attributes.is_made_once(path)}
+        return found | params | given | {path: b"" for path in changes.lost if not self._attributes.is_made_once(path)}
 
     def _checked(self, loader: Any, number: int) -> Any:
         keepable(loader, f"loader_of({number})")

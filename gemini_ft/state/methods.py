@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import itertools
 from collections.abc import Iterator
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -24,22 +25,34 @@ def kept_by(kind: type) -> frozenset[str]:
     It may set them in methods that it calls; what ``state_dict`` reads in others may be there to be shown. Where one of the two takes
     ``vars(self)``, all attributes that its class sets are among them.
     """
-    found = {*set_in(kind, "load_state_dict")}
+    found = {use.name for uses in _called(kind, "load_state_dict") for use in uses if use.is_set}
     for base, function in [*_methods(kind, "state_dict"), *_methods(kind, "load_state_dict")]:
         names = {use.name for use in _uses(function)}
         found |= names | (set_by(base) if names & {"", "__dict__"} else set())
     return frozenset(name for name in found - {"", "__dict__"} if not any(_methods(kind, name)))
 
 
-def set_in(kind: type, method: str) -> set[str]:
-    """Names of the attributes that a method sets, itself and in methods that it calls."""
-    found, left, seen = set[str](), [method], set[str]()
+def set_anew(kind: type, method: str) -> set[str]:
+    """Names of the attributes that a method sets, itself or in methods that it calls, and has not read before.
+
+    One that counts, or makes what is not there yet (``if self.batches is None``), does not begin anew.
+    """
+    found, read = set[str](), set[str]()
+    for uses in _called(kind, method):
+        first = {use.name: use.is_set for use in reversed([*itertools.takewhile(lambda use: use.name, uses)])}
+        read |= {name for name, is_set in first.items() if not is_set}
+        found |= first.keys() - read
+    return found
+
+
+def _called(kind: type, method: str) -> Iterator[list[_Use]]:
+    """What each function of a method uses, and then those of the methods that it calls."""
+    left, seen = [method], set[str]()
     while left:
         seen.add(name := left.pop())
-        uses = [use for _, function in _methods(kind, name) for use in _uses(function)]
-        found |= {use.name for use in uses if use.is_set}
-        left += {use.name for use in uses} - seen
-    return found
+        for _, function in _methods(kind, name):
+            yield (uses := [*_uses(function)])
+            left += {use.name for use in uses} - seen
 
 
 def _methods(kind: type, name: str) -> Iterator[tuple[type, FunctionType]]:
@@ -78,6 +91,8 @@ def _uses_in(code: CodeType, first: str) -> Iterator[_Use]:
         if loaded[-1] != first or operation not in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "LOAD_SUPER_ATTR"):
             yield _Use("", is_set=False)
         elif operation != "LOAD_SUPER_ATTR":
+            if is_both:
+                yield _Use(name, is_set=False)
             yield _Use(name, is_both or operation == "STORE_ATTR")
     inner = [each for each in code.co_consts if isinstance(each, CodeType) and first in each.co_freevars]
     yield from (use for each in inner for use in _uses_in(each, first))

@@ -24,7 +24,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from gemini_ft.core.census import Fate, Finding, declare
 from gemini_ft.state.fields import of_class
 from gemini_ft.state.methods import set_by
-from gemini_ft.state.remembered import HELD, HOOKS, MODULE_INTERNALS, Attributes, hooks_of
+from gemini_ft.state.remembered import HOOKS, MODULE_INTERNALS, Attributes, hooks_of
 from gemini_ft.state.rng import generator_states, private_generators, set_generator_states
 from gemini_ft.state.script import is_of_script
 from gemini_ft.state.values import is_same
@@ -178,13 +178,9 @@ class Modes:
         resting = sum(not module.training for module in modules.values())
         note = f"{frozen} parameters frozen, {resting} of {len(modules)} modules in eval mode"
         yield _FLAGS.found("flags", note=note)
-        kept, lost = self._attributes.changes()
-        for path, found in kept.items():
-            if path == HELD:
-                continue
-            yield from (_SMALL.found(f"{path}.{name}", note=type(value).__name__) for name, value in found.items())
-        masked = _masked(modules)
-        yield from ((_MASKED.found(path, masked[path].nbytes) if path in masked else _LARGE.found(path)) for path in lost)
+        changes, masked = self._attributes.changes(), _masked(modules)
+        yield from (_SMALL.found(path, note=type(value).__name__) for path, value in changes.each().items())
+        yield from ((_MASKED.found(path, masked[path].nbytes) if path in masked else _LARGE.found(path)) for path in changes.lost)
         yield from (_GENERATOR.found(path) for path in self._generators)
         for name, module in modules.items():
             if hooks := [getattr(hook, "__qualname__", type(hook).__name__) for hook in hooks_of(module).values()]:

@@ -32,6 +32,7 @@ from gemini_ft.state.values import (
     ATOMS,
     MAPPINGS,
     SEQUENCES,
+    Identity,
     NotPlain,
     Opaque,
     copy_for,
@@ -62,9 +63,10 @@ _FOREIGN = frozenset(
     | {"threading", "torchmetrics", "weakref", "zarr", "zipfile"}
 )
 
-# Attributes of a DataLoader that are no settings of it: the iteration under way, with its worker processes, and who follows that; and what
-# Hugging Face's `datasets` makes of the shards of a shuffled stream when it is iterated.
-OF_LOADERS = frozenset({"_gemini", "_iterator", "_index_sampler", "_interleaved"})
+# What Hugging Face's `datasets` makes of the shards of a shuffled stream when it is iterated; and, with that, attributes of a DataLoader
+# that are no settings of it: the iteration under way, with its worker processes, and who follows that.
+OF_STREAMS = frozenset({"_interleaved"})
+OF_LOADERS = OF_STREAMS | {"_gemini", "_iterator", "_index_sampler"}
 
 
 class AttributeChanges(NamedTuple):
@@ -72,6 +74,10 @@ class AttributeChanges(NamedTuple):
 
     kept: Values  # new values of those that are plain
     lost: list[str]  # paths of those that are not
+
+    def each(self) -> dict[str, Any]:
+        """The new values, and the names of attributes that have been deleted, by path."""
+        return {f"{path}.{name}": value for path, values in self.kept.items() if path != HELD for name, value in values.items()}
 
 
 class Attributes:
@@ -101,7 +107,7 @@ class Attributes:
         self._objects: dict[str, Any] = {}
         self._namespaces: set[int] = set()  # ids of those among them that are dicts, whose entries are their attributes
         self._marked: dict[str, dict[str, Any]] = {}
-        self._numbers: dict[str, dict[str, int]] = {}  # ids of attributes that can change in place, when they were first seen
+        self._firsts: dict[str, dict[str, Identity]] = {}  # the objects of attributes that can change in place, when they were first seen
         self._elsewhere: dict[tuple[str, str], tuple[torch.Tensor, int]] = {}
         self._came: dict[str, tuple[weakref.ref[torch.Tensor], int, bool]] = {}  # tensors in place of None: version, whether they stayed so
         self.mark()
@@ -112,9 +118,9 @@ class Attributes:
         self._objects = self._find(self._roots)
         self._left = {path: self._names_to_leave(item) for path, item in self._objects.items()}
         self._forget_looks()
-        self._marked, self._elsewhere, self._numbers = {}, {}, {}
+        self._marked, self._elsewhere, self._firsts = {}, {}, {}
         for path, item in self._objects.items():
-            self._number(path, item)
+            self._identify(path, item)
             marked = self._marked[path] = {}
             for name, value in self._of(path, item):
                 marked[name] = snapshot(value, not self._caches)
@@ -127,12 +133,16 @@ class Attributes:
         for path, item in self._find(self._roots).items():
             if self._objects.get(path) is not item:
                 self._objects[path], self._left[path] = item, self._names_to_leave(item)
-                self._number(path, item)
+                self._identify(path, item)
                 self._forget_looks()
                 self._marked.setdefault(path, {})
 
-    def _number(self, path: str, item: Any) -> None:
-        self._numbers[path] = {name: id(value) for name, value in self._of(path, item) if is_changeable(value)}
+    def _identify(self, path: str, item: Any) -> None:
+        self._firsts[path] = {name: Identity(value) for name, value in self._of(path, item) if is_changeable(value)}
+
+    def _is_first(self, path: str, name: str, value: Any) -> bool:
+        first = self._firsts.get(path, {}).get(name)
+        return first is not None and first.is_of(value)
 
     def count_from(self, other: Attributes) -> None:
         """Counts among the changes what had changed since the mark of ``other``, of objects that are in both, when it is called."""
@@ -183,7 +193,7 @@ class Attributes:
                     lost.append(f"{path}.{name}")
                 elif not is_same(copy, then):
                     kept.setdefault(path, {})[name] = copy
-                    if self._numbers.get(path, {}).get(name) == id(value):
+                    if self._is_first(path, name, value):
                         kept.setdefault(HELD, {}).setdefault(path, []).append(name)
         if still is None:
             self._still = _StillModules({path: (vars(self._objects[path]), self._watched[path][1]) for path in equal}, self._objects)
@@ -252,9 +262,11 @@ class Attributes:
             replaced: paths of attributes that had become what cannot be kept by then; where they have become so here too, they stay.
         """
         left = set(map(id, but))
-        for path, item in self._objects.items():
-            if not path.startswith(below) or id(item) in left:
-                continue
+        items = {path: item for path, item in self._objects.items() if path.startswith(below) and id(item) not in left}
+        held = {path: names for path, names in values.get(HELD, {}).items() if shared and path in items}
+        for path, names in held.items():  # before all else, as what is to have another value may be the same object here
+            _write(self._fields(items[path]), {name: values[path][name] for name in names if name in values.get(path, {})})
+        for path, item in items.items():
             now, given = self._fields(item), values.get(path, {})
             for name in values.get(_GONE, {}).get(path, ()):
                 _delete(now, name)
@@ -270,10 +282,11 @@ class Attributes:
                     continue
                 present = snapshot(current)
                 stays = not lost or is_a(current, _CODE) or f"{path}.{name}" in replaced
-                if is_same(present, then) or (name not in given and type(present) is Opaque and stays):
+                is_other = shared and name in given and name not in held.get(path, ())
+                is_replaced = is_other and self._is_first(path, name, current)  # others may go on to write into the first one
+                if (is_same(present, then) and not is_replaced) or (name not in given and type(present) is Opaque and stays):
                     continue
-                is_held = shared and name in given and name in values.get(HELD, {}).get(path, ())
-                if not ((is_shared(current) or is_held) and wrote(current, copy_for(then, current))):
+                if not (is_shared(current) and wrote(current, copy_for(then, current))):
                     _set(now, name, copy_for(then, current))
 
     def exchange(self, values: Values, below: tuple[str, ...], *, new: bool) -> AttributeSwap:
@@ -404,6 +417,14 @@ def _set(fields: Fields, name: str, value: Any) -> None:
         dict.__setitem__(fields, name, value)
     else:
         fields[name] = value
+
+
+def _write(fields: Fields, values: Mapping[str, Any]) -> None:
+    """Writes values into the objects that attributes are now, as far as these can change in place to have them."""
+    for name, then in values.items():
+        current = fields.get(name)
+        if is_changeable(current) and not is_same(snapshot(current), then):
+            wrote(current, copy_for(then, current))
 
 
 def _delete(fields: Fields, name: str) -> None:

@@ -40,24 +40,31 @@ class NotPlain(Exception):
     """The value cannot be kept."""
 
 
-class Opaque:
-    """A mark of a value that is not plain, by which a change of it shows. It does not keep the value alive.
+class Identity:
+    """Knows the very object again, and does not keep it alive."""
+
+    def __init__(self, value: Any) -> None:
+        self._id = id(value)
+        self._reference: weakref.ref[Any] | None
+        try:
+            self._reference = weakref.ref(value)
+        except TypeError:  # lists and dicts: another one may have the id of one that is gone
+            self._reference = None
+
+    def is_of(self, value: Any) -> bool:
+        """Whether ``value`` is the object."""
+        return id(value) == self._id if self._reference is None else self._reference() is value
+
+
+class Opaque(Identity):
+    """A mark of a value that is not plain, by which a change of it shows, and of lists and dicts that another one is there.
 
     ``closely``: whether to look into containers and arrays, too; data may fill those as a cache.
     """
 
     def __init__(self, value: Any, closely: bool) -> None:
-        self._id, self._mark, self._closely = id(value), _mark(value, closely), closely
-        self._code = code_of(value)
-        self._reference: weakref.ref[Any] | None
-        try:
-            self._reference = weakref.ref(value)
-        except TypeError:  # lists and dicts: another one may have the id of one that is gone; then its content tells them apart
-            self._reference = None
-
-    def is_of(self, value: Any) -> bool:
-        """Whether this is the mark of the very object."""
-        return id(value) == self._id if self._reference is None else self._reference() is value
+        super().__init__(value)
+        self._mark, self._closely, self._code = _mark(value, closely), closely, code_of(value)
 
     def is_other_code(self, value: Any) -> bool:
         """Whether this is the mark of a function, and ``value`` is one that does something else."""

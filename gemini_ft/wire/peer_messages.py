@@ -122,7 +122,7 @@ class Ack(Message):
     ok: bool
 
 
-class Piece(Message):
+class ChunkPart(Message):
     """A piece of a chunk that comes by another way than a lane; ``tag`` is its number in the sender's session."""
 
     chunk: Chunk
@@ -132,7 +132,7 @@ class Piece(Message):
     source: int = -1  # rank of the worker that sends it; -1: none does
 
 
-class Parcel(Piece):
+class Parcel(ChunkPart):
     """Announces that a piece is on its way from worker to worker."""
 
     target: int
@@ -146,7 +146,7 @@ class Exposed(Message):
     key: bytes  # of the tags of pieces on this connection
 
 
-class Readable(Piece):
+class Readable(ChunkPart):
     """Asks the receiver to read a piece."""
 
     address: int

@@ -142,15 +142,14 @@ def join(config: GeminiConfig, stream: str, on_event: Callable[[ToWorker], None]
     _check_versions(everyone)
     run, launch = everyone[0][:2]
     failpoints.arm(run, host_id())
-    secret = on_all_ranks(lambda: read_secret(config), config.timeout)  # it does not leave this rank
     now = this_launch(launch)
-    hello = _hello(config, run, stream, rank, secret, now)
+    hello = on_all_ranks(lambda: _hello(config, run, stream, rank, now), config.timeout)  # with the secret, which does not leave this rank
     clients: list[AgentClient] = []
 
     def introduce() -> Introduction:
         _check_for_agents(config, run)
         clients.append(_connect(run, hello, on_event, config.timeout))
-        return _introduction(config, clients[0], run, stream, fingerprint(secret), now)
+        return _introduction(config, clients[0], run, stream, fingerprint(hello.secret), now)
 
     try:
         with _no_collections():  # what all have said is let go before it ends
@@ -313,7 +312,7 @@ def _agree(
     return session
 
 
-def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes, launch: Launch) -> Hello:
+def _hello(config: GeminiConfig, run: str, stream: str, rank: int, launch: Launch) -> Hello:
     bind = bind_addresses(config.interface)
     if config.traffic.transport == "rdma":
         check_rdma(bind)
@@ -321,7 +320,7 @@ def _hello(config: GeminiConfig, run: str, stream: str, rank: int, secret: bytes
         run=run,
         stream=stream,
         rank=rank,
-        secret=secret,
+        secret=read_secret(config),
         bind=bind[0],
         further=bind[1:],
         ports=config.port_range,

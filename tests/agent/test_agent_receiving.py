@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import xxhash
@@ -14,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemini_ft.agent.memory.slot_memory import SlotMemory, SlotShape
-from gemini_ft.agent.replication.receive import Receiver
+from gemini_ft.agent.replication.receive import Inbound, Receiver
+from gemini_ft.agent.tasks import Tasks
 from gemini_ft.core.versions import Version
 from gemini_ft.errors import PeerError
 from gemini_ft.wire.frames import BlockingWire
@@ -47,10 +49,13 @@ class Room:
         self.memories: list[SlotMemory] = []
         self.full = False
         self.torn = False  # the slot is not in rotation any more
+        self.refusal = ""  # of what has come whole
         self.collected: list[tuple[Parcel, SlotMemory | None]] = []
         self.log_lines: list[str] = []
         self.host_name = "b"
+        self.pulls = Tasks()
         self.fabric = asyncio.Event()  # brings what is to be read
+        self.broken = set[int]()  # tags of pieces that it brings with other bytes
 
     def check_sender(self, sender: str, owner: int) -> None:
         """Every host may bring every shard."""
@@ -76,6 +81,8 @@ class Room:
         return self.memories[-1]
 
     def end_receive(self, end: End) -> bool:
+        if self.refusal:
+            raise PeerError(self.refusal)
         if not self.torn:
             self.kept.append(end.iteration)
         return not self.torn
@@ -96,6 +103,9 @@ class Room:
         await self.fabric.wait()
         at = piece.chunk.offset + piece.start
         memory.data(at, piece.nbytes)[:] = CONTENT[at : at + piece.nbytes]
+        if piece.tag in self.broken:
+            memory.data(at, 1)[0] ^= 1
+            raise PeerError("a piece was changed on its way")
 
     def log(self, text: str) -> None:
         self.log_lines.append(text)
@@ -106,9 +116,13 @@ class Wire:
 
     def __init__(self) -> None:
         self.said: list[PeerMessage] = []
+        self.aborted: list[str] = []
 
     def send(self, message: PeerMessage) -> None:
         self.said.append(message)
+
+    def abort(self, reason: str) -> None:
+        self.aborted.append(reason)
 
     @property
     def acknowledged(self) -> list[tuple[int, bool]]:
@@ -306,6 +320,13 @@ class TestPieces:
         assert workers.wire.said == [Astray(text="host b: connection reset")]
         assert not workers.chunks()
 
+    def test_that_complete_a_shard_with_another_root_end_the_connection(self, workers: ByWorkers, room: Room) -> None:
+        """The next one brings all of it again; on this one its sender would wait for an answer that does not come."""
+        room.refusal = "it arrived with another root"
+        workers.hear(begin(1), parcel(1, 0, 32), end(1))
+        workers.land(1)
+        assert workers.wire.aborted == ["it arrived with another root"]
+
     def test_of_which_nothing_is_known_are_nobodys(self, workers: ByWorkers) -> None:
         workers.receiver.collected(0, 1, "")
         workers.receiver.collected(0, 1, "an error")
@@ -346,6 +367,50 @@ class TestPiecesThatAreReadByRdma:
     def test_of_slots_that_nobody_has_told_of_are_not_read(self, room: Room) -> None:
         assert self.story(room)[0] == [1]
         assert bytes(room.memories[0].data(0, 32)) == bytes(32)
+
+    @pytest.mark.parametrize("has_begun", [True, False])
+    def test_are_not_read_once_the_session_is_over(self, room: Room, has_begun: bool) -> None:
+        """The next session gives their slots to others; the process that reads ends, also for what it has not been told yet."""
+        ended: list[str] = []
+        inbound = Inbound(SimpleNamespace(run=SimpleNamespace(rdma=SimpleNamespace(close=ended.append))))  # type: ignore[arg-type]
+
+        async def story() -> list[PeerMessage]:
+            wire, room.pulls = Wire(), inbound.pulls
+            receiver = Receiver(room, wire, "a")  # type: ignore[arg-type]
+            receiver.on_message(begin(1))
+            receiver.on_message(Exposed(name="a", metadata=b"", key=b""))
+            receiver.on_message(Readable(chunk=parcel(1, 0, 32).chunk, start=0, nbytes=32, tag=1, address=0, seal=b""))
+            if has_begun:
+                await asyncio.sleep(0)
+            inbound.end_session()
+            room.fabric.set()
+            for _ in range(10):
+                await asyncio.sleep(0)
+            return wire.said
+
+        assert asyncio.run(story()) == []
+        assert ended == ["the session is over"]
+        assert bytes(room.memories[0].data(0, 32)) == bytes(32)
+
+    def test_that_fail_leave_no_chunk_whole_that_came_before(self, room: Room) -> None:
+        """A shard that starts over on a connection brings chunks twice, and the second one lands where the first one was."""
+        room.broken = {2}
+
+        async def story() -> list[PeerMessage]:
+            wire, chunk = Wire(), parcel(1, 0, 32).chunk
+            receiver = Receiver(room, wire, "a")  # type: ignore[arg-type]
+            receiver.on_message(begin(1))
+            receiver.on_message(Exposed(name="a", metadata=b"", key=b""))
+            for tag in (1, 2):
+                receiver.on_message(Readable(chunk=chunk, start=0, nbytes=32, tag=tag, address=0, seal=b""))
+            room.fabric.set()
+            async with asyncio.timeout(10):
+                while not any(isinstance(message, Astray) for message in wire.said):
+                    await asyncio.sleep(0)
+            return wire.said
+
+        assert asyncio.run(story()) == [Taken(tag=1), Taken(tag=2), Astray(text="host b: a piece was changed on its way")]
+        assert not room.memories[0].chunks
 
 
 class TestPiecesOfAShardThatWasGivenUp:

@@ -221,7 +221,7 @@ def test_a_file_that_is_named_with_a_password_is_not_shown_with_it() -> None:
 
 
 def test_what_process_groups_carry_is_not_said_to_be_encrypted() -> None:
-    with pytest.raises(ConfigError, match=r"process groups encrypt nothing; choose traffic\.transport='tcp'"):
+    with pytest.raises(ConfigError, match=r"transport='collective', which encrypts nothing; choose traffic\.transport='tcp'"):
         load(encrypt=True, traffic={"transport": "collective"})
     assert load(encrypt=True).traffic.transport == "tcp"
 

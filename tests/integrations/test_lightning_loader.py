@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
+from logging.handlers import QueueListener
 from multiprocessing import Value
 from typing import Any, cast
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from loader_kit import BATCH, EPOCHS, SAMPLES, Job, Noisy, OwnEpochs, Stream, check_going_on, shuffled
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchdata import nodes
 
 from gemini_ft.errors import StateError, UnsupportedStateError
@@ -115,6 +116,61 @@ class Fast:
         return self.data[self.at - BATCH : self.at]
 
 
+class Ordered(Fast):
+    """Draws an order in each epoch, and keeps it, which is too large for a snapshot."""
+
+    def begin(self) -> None:
+        self.order, self.at = torch.randperm(40_000), 0
+
+    def __next__(self) -> torch.Tensor:
+        if self.at >= SAMPLES:
+            raise StopIteration
+        self.at += BATCH
+        return self.order[self.at - BATCH : self.at]
+
+
+class Once:
+    """Is its own iterator, which all epochs share, and counts them."""
+
+    def __init__(self) -> None:
+        self.batches = iter(DataLoader(Noisy(), BATCH))
+        self.epochs = 0
+
+    def __iter__(self) -> Once:
+        self.epochs += 1
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        batch: torch.Tensor = next(self.batches) + self.epochs
+        return batch
+
+
+class Logging(IterableDataset[torch.Tensor]):
+    """Starts a thread that writes a log, and makes no batches."""
+
+    def __init__(self) -> None:
+        self.level = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        listener = QueueListener(queue.SimpleQueue())
+        listener.start()
+        try:
+            for index in range(SAMPLES):
+                yield torch.tensor([float(index), float(self.level)])
+        finally:
+            listener.stop()
+
+
+class Counting(Noisy):
+    """Counts its samples under a name that DataLoaders have for something else."""
+
+    _iterator = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self._iterator += 1
+        return super().__getitem__(index) + self._iterator
+
+
 class Batches:
     """No DataLoader at all."""
 
@@ -160,6 +216,8 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "background-workers": lambda: InBackground(Indices(), BATCH, shuffle=True, num_workers=2),
     "nodes": of_nodes,
     "fast": Fast,
+    "ordered": Ordered,
+    "counting-workers": lambda: DataLoader(Counting(), BATCH, num_workers=2),
     "enclosed": lambda: shuffled(Noisy(), collate_fn=mixing()),
     "enclosed-workers": lambda: shuffled(Noisy(), collate_fn=mixing(), num_workers=2),
 }
@@ -169,6 +227,18 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("stop", [(0, 3), (1, 0), (1, 5), (1, 6)])
 def test_goes_on_with_the_next_batch(name: str, stop: tuple[int, int]) -> None:
     check_going_on(MAKERS[name], stop)
+
+
+@pytest.mark.parametrize("stop", [(0, 1), (1, 1)])
+def test_an_iterator_that_all_epochs_share_goes_on(stop: tuple[int, int]) -> None:
+    check_going_on(Once, stop, limit=2)
+
+
+def test_what_the_loop_sets_is_put_back_though_a_thread_beside_the_data_was_started() -> None:
+    def set_level(loader: Any, at: tuple[int, int]) -> None:
+        loader.dataset.level = sum(at)
+
+    check_going_on(lambda: DataLoader(Logging(), BATCH), (0, 3), meanwhile=set_level)
 
 
 def test_a_variable_of_the_loop_that_a_collate_function_reads_stays_the_loops_own() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from agent_kit import Job, agent_pid, eventually
+from witnessed import read, violations, witness
 
 from gemini_ft import failpoints
 from gemini_ft.agent import lifecycle
@@ -58,7 +59,7 @@ def run_hit(tmp_path: Path, plain: Any) -> Hit:
 
     def run(faults: str, lost: int = 0) -> None:
         storage = f'{{"url": "file://{tmp_path}/store", "every_steps": 10}}'
-        env = {"GEMINI_ON_LATE": "wait", "GEMINI_FAULTS": faults, "GEMINI_STORAGE": storage}
+        env = {"GEMINI_ON_LATE": "wait", "GEMINI_FAULTS": faults, "GEMINI_STORAGE": storage, **witness(tmp_path)}
         program = [str(SCRIPT), "--steps", str(STEPS), "--out", str(tmp_path / "final.pt")]
         with EmulatedHosts(2, program, tmp_path, env=env) as job:
             for _ in range(lost):
@@ -67,6 +68,9 @@ def run_hit(tmp_path: Path, plain: Any) -> Hit:
         assert {path.read_text().strip() for path in (tmp_path / "faults").glob("*")} == {each.text for each in parse(faults)}
         assert_identical(torch.load(tmp_path / "final.pt"), plain)
         assert list((tmp_path / "store").glob(f"*/*/step-{STEPS:08}-*/manifest.json"))
+        history = read(tmp_path)
+        assert violations(history) == []
+        assert {"agent began", "opened", "copy", "dropped", "commit", "heard", "resumed"} <= {event["event"] for event in history}
 
     return run
 

@@ -87,6 +87,10 @@ class TestOptions:
         assert "interface='ib7': no such interface, and not a CIDR; this host has " in text
         assert "lo (127.0.0.1" in text
 
+    def test_an_interface_that_one_host_lacks_is_named_to_all_ranks(self, two: World) -> None:
+        attempt = two.start(*run(), per_rank=[{}, {"GEMINI_INTERFACE": "ib7"}])
+        assert same_error(attempt.results(), ConfigError).startswith("rank 1: interface='ib7': no such interface")
+
     def test_what_agents_must_hear_of_is_no_argument(self, one: World) -> None:
         text = same_error(one.outcome(*run(agent_cpus="0")), ConfigError)
         assert "it elsewhere: give it as GEMINI_AGENT_CPUS, or in the file that GEMINI_CONFIG names" in text

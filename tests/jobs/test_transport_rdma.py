@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import socket
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,7 +130,8 @@ def test_is_refused_where_nobody_proves_who_sends(monkeypatch: pytest.MonkeyPatc
         check_rdma(["10.1.2.3"])
     (tmp_path / "class/infiniband/mlx5_1").mkdir(parents=True)
     assert rdma_variables(["10.1.2.3"]) == {"UCX_TLS": "^tcp"}
-    monkeypatch.setattr(network, "_addresses", lambda: {"ib0": ["10.1.2.3"], "eth0": ["10.9.9.9"]})
+    found = {name: [SimpleNamespace(address=at, family=socket.AF_INET)] for name, at in (("ib0", "10.1.2.3"), ("eth0", "10.9.9.9"))}
+    monkeypatch.setattr(network.psutil, "net_if_addrs", lambda: found)
     (tmp_path / "class/net/ib0/device/infiniband/mlx5_1").mkdir(parents=True)
     (tmp_path / "class/net/eth0/device/infiniband/mlx5_0").mkdir(parents=True)
     assert rdma_variables(["10.1.2.3"]) == {"UCX_TLS": "^tcp", "UCX_NET_DEVICES": "mlx5_1:1"}

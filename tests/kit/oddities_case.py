@@ -171,7 +171,7 @@ def renormalised(is_by_rank: bool) -> str:
                 optimizer.step()
                 optimizer.zero_grad()
                 checkpointer.step()
-    except ReplicaDivergedError as error:
+    except (ReplicaDivergedError, RuntimeError) as error:  # the other rank may have left the collective first
         return str(error)
     return ""
 

@@ -383,14 +383,15 @@ def _run(args: Sequence[str], path: Sequence[str]) -> None:
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if "__mp_main__" in sys.modules:
         sys.modules["__mp_main__"] = main
+    sys.argv = [options[0], *options[2:]] if options[0] in ("-m", "-c") else options
+    if "WITNESS" in os.environ:  # tests/kit/witness: what the interpreter's own site would import
+        sys.modules.pop("sitecustomize", None)
+        importlib.import_module("sitecustomize")
     if options[0] == "-m":
-        sys.argv = ["-m", *options[2:]]
         runpy._run_module_as_main(options[1])  # type: ignore[attr-defined]
     elif options[0] == "-c":
-        sys.argv = ["-c", *options[2:]]
         exec(compile(options[1], "<string>", "exec", dont_inherit=True), main.__dict__)
     else:
-        sys.argv = options
         script = os.path.abspath(options[0])
         main.__dict__.update(__file__=script, __cached__=None, __loader__=importlib.machinery.SourceFileLoader("__main__", script))
         exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)

@@ -68,6 +68,17 @@ def test_a_generator_of_a_parametrization_deep_in_a_model_is_known_wherever_else
     assert generators.drawn_from() == []
 
 
+def test_generators_of_all_layers_of_a_large_model_are_known() -> None:
+    model = nn.Sequential(*(nn.Sequential(*(nn.Identity() for _ in range(8))) for _ in range(40)))
+    found = [torch.Generator() for _ in model]
+    for layer, generator in zip(model, found, strict=True):
+        vars(layer)["generator"] = generator
+    generators = Generators([model])
+    for each in found:
+        torch.rand((), generator=each)
+    assert generators.drawn_from() == []
+
+
 def test_only_an_epoch_that_was_gone_through_is_one_that_is_repeated() -> None:
     """A loop that takes the first batch of a new iteration in each step does not repeat an epoch, and a constant does not count epochs."""
 

@@ -255,7 +255,7 @@ def _holding() -> tuple[nn.Module, Holder]:
     for name, value in held.items():
         setattr(module, name, value)
     module.constant, module.best = CONSTANT, (now := [0])
-    module.now = now
+    module.now = module.last = module.first = now
     return module, beside
 
 
@@ -274,17 +274,54 @@ def test_what_several_objects_hold_stays_one_object_and_what_they_held_before_st
     """A list of the module and of a callback; and one that was the same at first, and has been replaced in one of them."""
     module, beside = _holding()
     modes = Modes({"": module}, {"beside": beside})
+    module.first = [*module.now]  # and is equal to what it was
     _advance(module)
-    module.best = [*module.now]
+    module.best, module.last = [*module.now], [*module.now]
     state = codec.decode(codec.encode(modes.collect({"": module})))
     again, beside_again = _holding()
     Modes({"": again}, {"beside": beside_again}).restore(state, {"": again})
     for each in (module, again):
         _advance(each)
-    for name in (*vars(beside), "now", "best", "constant"):
+    for name in (*vars(beside), "best", "now", "last", "first", "constant"):
         assert str(getattr(again, name)) == str(getattr(module, name)), name
     assert [str(value) for value in vars(beside_again).values()] == [str(value) for value in vars(beside).values()]
     assert CONSTANT == [1, 2]
+
+
+def test_a_weight_that_was_the_parameters_own_memory_at_first_is_not_written_into_it() -> None:
+    """The old spectral norm sets ``weight_orig.data`` as the weight, and each forward pass another tensor, some of which have its id."""
+
+    def made() -> tuple[nn.Module, Modes]:
+        torch.manual_seed(0)
+        layer = nn.utils.spectral_norm(nn.Linear(4, 4))
+        return layer, Modes({"": layer})
+
+    layer, modes = made()
+    first = id(layer.weight)
+    for _ in range(500):
+        layer(torch.ones(1, 4)).sum().backward()
+        if id(layer.weight) == first:
+            break
+    state = modes.collect({"": layer})
+    again, fresh = made()
+    before = again.weight_orig.detach().clone()
+    fresh.restore(state, {"": again})
+    assert torch.equal(again.weight_orig, before)
+    assert torch.equal(again.weight, layer.weight)
+
+
+def test_what_several_objects_held_is_given_back_where_this_process_has_something_else_or_nothing() -> None:
+    """The script of the new process makes a list when it is needed, and an array of another size."""
+    module, _ = _holding()
+    modes = Modes({"": module})
+    _advance(module)
+    state = codec.decode(codec.encode(modes.collect({"": module})))
+    again, _ = _holding()
+    del again.dict
+    again.list, again.array, again.tensor, again.deque = None, np.zeros(3), torch.zeros(3), ()
+    Modes({"": again}).restore(state, {"": again})
+    for name in ("list", "dict", "array", "tensor", "deque"):
+        assert str(getattr(again, name)) == str(getattr(module, name)), name
 
 
 @pytest.mark.parametrize(

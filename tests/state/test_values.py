@@ -19,7 +19,7 @@ from torch import nn
 from gemini_ft.state.fields import fields_of
 from gemini_ft.state.modes import Modes
 from gemini_ft.state.remembered import Attributes
-from gemini_ft.state.values import Opaque, copy_of, digest, is_same, is_shared, snapshot
+from gemini_ft.state.values import Identity, Opaque, copy_of, digest, is_same, is_shared, snapshot
 
 NAN = float("nan")
 
@@ -148,6 +148,22 @@ def test_a_loader_that_comes_after_an_attribute_of_another_was_deleted_is_made()
     before = Attributes({"dataset": data})
     del data.second
     Attributes({"dataset": other}).count_from(before)
+
+
+def test_another_tensor_with_the_id_of_one_that_is_gone_is_not_that_one() -> None:
+    first = torch.zeros(2)
+    number, mark = id(first), Identity(first)
+    assert mark.is_of(first)
+    del first
+    assert not any(mark.is_of(other) for _ in range(1000) if id(other := torch.zeros(2)) == number)
+
+
+def test_changes_are_listed_by_the_paths_of_attributes_alone() -> None:
+    data = SimpleNamespace(held=[0], gone=1)
+    attributes = Attributes({"dataset": data})
+    data.held.append(1)
+    del data.gone
+    assert attributes.changes().each() == {"dataset.held": [0, 1], "(gone).dataset": ["gone"]}
 
 
 def test_a_sparse_tensor_lies_in_no_memory_that_processes_share() -> None:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from typing import TYPE_CHECKING
 
-from gemini_ft.agent.replication.rdma import Rdma, tag_of
+from gemini_ft.agent.replication.rdma import Rdma
 from gemini_ft.agent.tasks import Tasks
 from gemini_ft.config import TrafficConfig
 from gemini_ft.wire.lane_thread import Meter, Valve
@@ -117,8 +117,8 @@ class InPieces(ABC):
     # -- inside
 
     @abstractmethod
-    def _order(self, chunk: Chunk, slot: int, part: memoryview, *, start: int, tag: int) -> None:
-        """Has a piece go that begins at ``start`` in its chunk; ``part``: its bytes."""
+    def _order(self, chunk: Chunk, slot: int, payload: memoryview, *, start: int, nbytes: int, tag: int) -> None:
+        """Has a piece go that begins at ``start`` in its chunk, whose bytes are ``payload``."""
 
     def _put(self, item: PeerMessage | tuple[Chunk, int, memoryview, Valve]) -> None:
         self._queue.append(item)
@@ -157,7 +157,7 @@ class InPieces(ABC):
             if not self._under_way:
                 self._busy_since = time.monotonic()
             self._under_way[tag] = nbytes, time.monotonic()
-            self._order(chunk, slot, payload[start : start + nbytes], start=start, tag=tag)
+            self._order(chunk, slot, payload, start=start, nbytes=nbytes, tag=tag)
             start += nbytes
 
 
@@ -168,10 +168,10 @@ class ByWorkers(InPieces):
         traffic = link.session.traffic
         super().__init__(connection, link, most=traffic.sub_buffers, piece_bytes=traffic.piece_bytes)
 
-    def _order(self, chunk: Chunk, slot: int, part: memoryview, *, start: int, tag: int) -> None:
-        target, nbytes = self._link.keepers[chunk.owner], part.nbytes
+    def _order(self, chunk: Chunk, slot: int, payload: memoryview, *, start: int, nbytes: int, tag: int) -> None:
+        target = self._link.keepers[chunk.owner]
         self._connection.send(Parcel(chunk=chunk, start=start, nbytes=nbytes, tag=tag, source=chunk.owner, target=target))
-        self._link.dispatch(chunk.owner, Dispatch(tag=tag, target=target, slot=slot, offset=chunk.offset + start, nbytes=nbytes))
+        self._link.order(chunk.owner, Dispatch(tag=tag, target=target, slot=slot, offset=chunk.offset + start, nbytes=nbytes))
 
 
 class ByRdma(InPieces):
@@ -181,8 +181,8 @@ class ByRdma(InPieces):
         super().__init__(connection, link, most=_READABLE, piece_bytes=link.session.chunk_bytes)
         self._rdma, self._key, self._told = rdma, secrets.token_bytes(16), b""
 
-    def _order(self, chunk: Chunk, slot: int, part: memoryview, *, start: int, tag: int) -> None:
-        self._announcing.spawn(self._announce(chunk, slot, part, start=start, tag=tag))
+    def _order(self, chunk: Chunk, slot: int, payload: memoryview, *, start: int, nbytes: int, tag: int) -> None:
+        self._announcing.spawn(self._announce(chunk, slot, payload[start : start + nbytes], start=start, tag=tag))
 
     async def _announce(self, chunk: Chunk, slot: int, part: memoryview, *, start: int, tag: int) -> None:
         memory = self._link.memory(chunk.owner, slot)
@@ -191,7 +191,7 @@ class ByRdma(InPieces):
             return
         try:
             address = await self._rdma.expose(memory)
-            seal = await asyncio.to_thread(tag_of, self._key, tag, part)
+            seal = await self._rdma.tag(self._key, tag, part)
         except Exception as error:  # of any kind: the piece would be waited for
             self.dispatched(tag, str(error) or type(error).__name__)
             return

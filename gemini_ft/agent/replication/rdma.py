@@ -17,6 +17,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hmac import compare_digest
 from typing import Any
 
@@ -32,8 +33,9 @@ from gemini_ft.errors import PeerError
 from gemini_ft.wire.network import rdma_variables
 from gemini_ft.wire.peer_messages import Exposed, Readable
 
+_THREADS = 2  # that form tags; the loop's own may all hang in storage
 _PATIENCE = 5.0  # seconds for a piece, of one chunk at most
-_START = 60.0  # seconds for the process to begin, and to take a slot in
+_START = 20.0  # seconds for the process to begin, and to take the next slot in; less than a holder has by default (`replica_timeout`)
 
 
 def tag_of(key: bytes, number: int, piece: memoryview) -> bytes:
@@ -55,17 +57,20 @@ class Rdma:
             environ = {**os.environ, **rdma_variables(addresses)}
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], cwd="/", env=environ)
         self._socket.setblocking(False)
+        self._threads = ThreadPoolExecutor(_THREADS, "gemini-rdma")
         self._numbers = itertools.count()
         self._slots: weakref.WeakKeyDictionary[SlotMemory, str] = weakref.WeakKeyDictionary()  # -> its key there
-        self._answers: dict[str | int, asyncio.Future[Any]] = {}  # of a slot, its address; of a pull, None
+        self._answers: dict[str | int, tuple[asyncio.Future[Any], float]] = {}  # of a slot, its address; of a pull, None; and when asked
+        self._taking_in, self._took_in = set[str](), 0.0  # slots that are to be taken in, and when the last one was
         self._known: set[bytes] = set()  # metadata of peers that the process has
         self.metadata = b""  # by which peers find the slots of this host
         self.is_over = False
-        asyncio.get_running_loop().add_reader(self._socket, self._hear)
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._socket, self._hear)
 
     async def expose(self, memory: SlotMemory) -> int:
         """Lets peers that have the `metadata` of then read a slot; returns its address in the process. Raises PeerError: that is over."""
-        address: int = await self._answer(self._key(memory), _START, "a slot was not taken in")
+        address: int = await self._answer(self._key(memory), "a slot was not taken in")
         return address
 
     async def pull(self, peer: Exposed, piece: Readable, memory: SlotMemory) -> None:
@@ -76,14 +81,18 @@ class Rdma:
             self._known.add(peer.metadata)
             self._say("peer", peer.metadata)
         number = next(self._numbers)
-        self._answers[number] = asyncio.get_running_loop().create_future()
+        self._ask(number)
         self._say("pull", number, peer.name, piece.address, key, memory.shape.data_offset + at, piece.nbytes)
         try:
-            await self._answer(number, _PATIENCE, f"a piece of {piece.nbytes:,} bytes did not come")
+            await self._answer(number, f"a piece of {piece.nbytes:,} bytes did not come")
         finally:
             self._answers.pop(number, None)
-        if not compare_digest(await asyncio.to_thread(tag_of, peer.key, piece.tag, memory.data(at, piece.nbytes)), piece.seal):
+        if not compare_digest(await self.tag(peer.key, piece.tag, memory.data(at, piece.nbytes)), piece.seal):
             raise PeerError("a piece was changed on its way; something stands between the two hosts")
+
+    async def tag(self, key: bytes, number: int, piece: memoryview) -> bytes:
+        """Forms `tag_of` a piece, on a thread."""
+        return await self._loop.run_in_executor(self._threads, tag_of, key, number, piece)
 
     def close(self, reason: str) -> None:
         """Ends the process, and with it all that is under way: no slot is written any more when this returns."""
@@ -91,11 +100,12 @@ class Rdma:
             return
         self.is_over = True
         self._log(f"RDMA is over: {reason}")
-        asyncio.get_running_loop().remove_reader(self._socket)
+        self._loop.remove_reader(self._socket)
         self._socket.close()
+        self._threads.shutdown(wait=False)
         self._process.kill()
         self._process.wait()
-        for answer in self._answers.values():
+        for answer, _ in self._answers.values():
             if not answer.done():
                 answer.set_exception(PeerError(f"RDMA: {reason}"))
                 answer.exception()  # somebody may wait for it, or nobody
@@ -105,24 +115,32 @@ class Rdma:
     def _key(self, memory: SlotMemory) -> str:
         if memory not in self._slots:
             self._slots[memory] = key = str(next(self._numbers))
-            self._answers[key] = asyncio.get_running_loop().create_future()
+            self._ask(key)
+            self._taking_in.add(key)
             weakref.finalize(memory, self._forget, key).atexit = False
             self._say("slot", key, fd=memory.fd)
         return self._slots[memory]
 
     def _forget(self, key: str) -> None:
         self._answers.pop(key, None)
+        self._taking_in.discard(key)
         self._say("drop", key)
 
-    async def _answer(self, to: str | int, seconds: float, failure: str) -> Any:
+    def _ask(self, to: str | int) -> None:
+        self._answers[to] = self._loop.create_future(), self._loop.time()
+
+    async def _answer(self, to: str | int, failure: str) -> Any:
+        """Returns what the process answers. It has longer while it takes slots in, which stops it; whoever asks again gives it no more."""
         if self.is_over:
             raise PeerError("RDMA: the process that reads and is read from has ended")
-        answer = self._answers[to]
-        try:
-            async with asyncio.timeout(seconds):
-                return await asyncio.shield(answer)
-        except TimeoutError:
-            self.close(f"{failure} in {seconds:g} s")
+        answer, asked = self._answers[to]
+        while not answer.done():
+            seconds = _START if self._taking_in else _PATIENCE
+            if (left := max(asked, self._took_in) + seconds - self._loop.time()) > 0:
+                await asyncio.wait([answer], timeout=left)
+            else:
+                self.close(f"{failure} in {seconds:g} s")
+                break
         return answer.result()  # raises what it was closed with
 
     def _say(self, *words: Any, fd: int = -1) -> None:
@@ -142,11 +160,14 @@ class Rdma:
             return
         kind, to, outcome, *metadata = msgpack.unpackb(packet)
         self.metadata = metadata[0] if metadata else self.metadata
-        if (answer := self._answers.get(to)) is None or answer.done():
-            return
         if kind == "pulled" and outcome:
-            answer.set_exception(PeerError(f"RDMA: {outcome}"))
-        else:
+            self.close(outcome)  # parts of the piece may still be on their way
+            return
+        if kind == "slot":
+            self._taking_in.discard(to)
+            self._took_in = self._loop.time()
+        answer, _ = self._answers.get(to, (None, 0.0))
+        if answer is not None and not answer.done():
             answer.set_result(outcome)
 
 

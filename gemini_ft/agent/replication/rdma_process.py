@@ -82,11 +82,13 @@ class _Slots:
         self._say("pulled", number, error)
 
     def _say(self, *words: Any) -> None:
+        self._socket.settimeout(None)  # an agent that is busy for a moment may not cost its process
         self._socket.send(msgpack.packb(words))
 
 
 def main(fd: int, name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # what maps slots must not outlive the agent
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a scheduler's notice to all processes, whose last copies travel after it
     with socket.socket(fileno=fd) as sock:
         slots = _Slots(sock, name)
         while True:

@@ -22,13 +22,13 @@ from gemini_ft.wire.peer_messages import (
     Ack,
     Astray,
     Begin,
+    ChunkPart,
     Drop,
     End,
     Exposed,
     Offer,
     Parcel,
     PeerMessage,
-    Piece,
     Readable,
     Ready,
     Refused,
@@ -75,13 +75,14 @@ class Inbound:
     def __init__(self, context: StreamContext) -> None:
         self._context = context
         self._collecting: dict[tuple[int, int], tuple[Landed, int]] = {}  # (source, tag) of a piece -> who hears of it, and its rank
-        self._pulls = 0  # pieces that are being read by RDMA
+        self.pulls = Tasks()  # which read pieces by RDMA
         self._offered: dict[int, SlotShape] = {}  # owner -> shape of the shards that its host sends in this session
 
     def end_session(self) -> None:
         """Drops the pieces that are awaited: the session is over, and none of them is written any more, but by workers."""
-        if self._pulls and self._context.run.rdma is not None:
+        if self.pulls.busy and self._context.run.rdma is not None:
             self._context.run.rdma.close("the session is over")
+        self.pulls.cancel()
         self._collecting.clear()
         self._offered.clear()
 
@@ -150,11 +151,7 @@ class Inbound:
 
     async def pull(self, exposed: Exposed, piece: Readable, memory: SlotMemory) -> None:
         """Reads a piece by RDMA into the slot. Raises GeminiError: this host cannot, or it is not what the sender announced."""
-        self._pulls += 1
-        try:
-            await rdma_of(self._context).pull(exposed, piece, memory)
-        finally:
-            self._pulls -= 1
+        await rdma_of(self._context).pull(exposed, piece, memory)
 
     def check_sender(self, sender: str, owner: int) -> None:
         """Refuses a shard that a host may not bring here.
@@ -215,16 +212,16 @@ class _Parcels:
     """Pieces that are coming by another way than a lane."""
 
     def __init__(self) -> None:
-        self._waiting: dict[tuple[int, int], tuple[Piece, bool]] = {}  # (source, tag) -> it, and whether it is kept
+        self._waiting: dict[tuple[int, int], tuple[ChunkPart, bool]] = {}  # (source, tag) -> it, and whether it is kept
         self._landed: dict[tuple[int, int, int], int] = {}  # (owner, iteration, chunk) -> bytes that have come
 
-    def expect(self, parcel: Piece, kept: bool) -> None:
+    def expect(self, parcel: ChunkPart, kept: bool) -> None:
         self._waiting[parcel.source, parcel.tag] = parcel, kept
 
-    def landed(self, source: int, tag: int) -> tuple[Piece, bool] | None:
+    def landed(self, source: int, tag: int) -> tuple[ChunkPart, bool] | None:
         return self._waiting.pop((source, tag), None)
 
-    def completes(self, parcel: Piece) -> bool:
+    def completes(self, parcel: ChunkPart) -> bool:
         """Counts a piece that has come; returns whether its chunk is whole now."""
         chunk = parcel.chunk
         key = chunk.owner, chunk.iteration, chunk.index
@@ -258,7 +255,7 @@ class Receiver:
     def on_message(self, message: PeerMessage) -> memoryview | None:
         if isinstance(message, Chunk):
             return self._await(message)
-        if isinstance(message, Piece):
+        if isinstance(message, ChunkPart):
             self._collect(message)
         elif isinstance(message, Exposed):
             self._exposed = message
@@ -299,12 +296,17 @@ class Receiver:
         if (chunk.owner, chunk.iteration) in self._left:
             self._let_go(chunk.owner, chunk.iteration)
         elif error:
+            if (memory := self._memory(chunk.owner, chunk.iteration)) is not None:
+                memory.forget(chunk.index)  # which may have been whole, if this was its second time
             self._connection.send(Astray(text=f"host {self._inbound.host_name}: {error}"))
         elif kept:  # pieces that were thrown away must not make a chunk whole when the shard starts over
             if self._parcels.completes(parcel):
                 self._whole(chunk, None)
             if chunk.owner in self._ends:
-                self._end(self._ends[chunk.owner])
+                try:
+                    self._end(self._ends[chunk.owner])
+                except PeerError as refusal:  # on a lane, the connection itself would hear it
+                    self._connection.abort(str(refusal))
 
     # -- inside
 
@@ -339,7 +341,7 @@ class Receiver:
         memory.forget(chunk.index)
         return memory.data(chunk.offset, chunk.nbytes)
 
-    def _collect(self, parcel: Piece) -> None:
+    def _collect(self, parcel: ChunkPart) -> None:
         chunk = parcel.chunk
         if parcel.start < 0 or not 0 < parcel.nbytes <= chunk.nbytes - parcel.start:
             raise PeerError(f"host {self.host} sent bytes {parcel.start}+{parcel.nbytes} of a chunk of {chunk.nbytes}")
@@ -349,7 +351,7 @@ class Receiver:
         if isinstance(parcel, Parcel):
             self._inbound.collect(parcel, memory, self.collected)
         elif isinstance(parcel, Readable):
-            self._tasks.spawn(self._pull(parcel, self._exposed, memory))
+            self._inbound.pulls.spawn(self._pull(parcel, self._exposed, memory))
 
     async def _pull(self, piece: Readable, exposed: Exposed | None, memory: SlotMemory | None) -> None:
         error = ""

@@ -43,7 +43,7 @@ class PeerLink(MessagesOnly):
         self.session, self._context, self._gate = session, session.context, session.gate
         self.peer, self._address, self._further, self._claims = peer, address, further, claims
         self._log = RateLimitedLog(session.context.log)  # an attacker in between can break every connection
-        self._transport = session.traffic.transport
+        self._way = session.traffic.transport
         self.keepers: dict[int, int] = {}  # owner -> rank of the peer's worker that keeps its replica
         self._carrier: Carrier | None = None
         self._active: list[Outgoing] = []
@@ -101,7 +101,7 @@ class PeerLink(MessagesOnly):
             self._ready.add(message.owner)
             if message.rank is not None:
                 self.keepers[message.owner] = message.rank
-            elif self._transport == "collective":
+            elif self._way == "collective":
                 self.astray("it has no worker that could receive")
         elif isinstance(message, Taken):
             self.dispatched(message.tag, "")
@@ -122,8 +122,8 @@ class PeerLink(MessagesOnly):
 
     def astray(self, text: str) -> None:
         """Falls back to sending by this agent for the rest of the session, as replicas do not get to this peer by workers, or by RDMA."""
-        if self._transport != "tcp":
-            self._transport = "tcp"
+        if self._way != "tcp":
+            self._way = "tcp"
             self._context.notify(f"replicas to host {self.peer} travel from agent to agent from now on: {text}")
             if self._connection is not None:
                 self._connection.abort("it cannot receive otherwise")
@@ -217,9 +217,9 @@ class PeerLink(MessagesOnly):
             await self._pump(connection, self._carrier)
 
     def _new_carrier(self, connection: Connection) -> Carrier:
-        if self._transport == "collective":
+        if self._way == "collective":
             return ByWorkers(connection, self)
-        if self._transport == "rdma":
+        if self._way == "rdma":
             try:
                 return ByRdma(connection, self, rdma_of(self._context))
             except GeminiError as error:
@@ -230,7 +230,7 @@ class PeerLink(MessagesOnly):
         """The memory of a slot, unless it has been freed."""
         return self._context.slot_store.memory.get((owner, slot))
 
-    def dispatch(self, owner: int, dispatch: Dispatch) -> None:
+    def order(self, owner: int, dispatch: Dispatch) -> None:
         """Has the worker that owns a shard send a piece of it."""
         self._context.workers[owner].send(dispatch)
 
