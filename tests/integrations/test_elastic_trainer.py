@@ -34,7 +34,7 @@ class Job:
 
     def __init__(self, folder: Path, **run: Any) -> None:
         self.out, self._run, self._launches = folder / "ours", {"micro_batches": 2, "protected": True, "out": str(folder / "ours")} | run, 0
-        self._env = os.environ | {
+        self.env = os.environ | {
             "OMP_NUM_THREADS": "1",
             "GEMINI_RUN_ID": f"{os.getpid()}-{folder.name}",
             "GEMINI_HOST_ID": "only",
@@ -51,12 +51,12 @@ class Job:
         self._launches += 1
         given = json.dumps(self._run | {"started": self._launches})
         command = [sys.executable, "-m", "gemini_ft.cli.main", "run", f"--nproc-per-node={ranks}", "--max-restarts=0", str(CASE), given]
-        env = self._env | ({"GEMINI_FAULTS": f"step={killed_at}:rank=0:moment=before_update:sigkill"} if killed_at else {})
+        env = self.env | ({"GEMINI_FAULTS": f"step={killed_at}:rank=0:moment=before_update:sigkill"} if killed_at else {})
         done = subprocess.run(command, cwd=self.out.parent, env=env, capture_output=True, text=True, timeout=200)
         return done.stdout + done.stderr
 
     def end(self) -> None:
-        end_agent(self._env["GEMINI_RUN_ID"], "only")
+        end_agent(self.env["GEMINI_RUN_ID"], "only")
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ SHARDED = {"sharded": True, "arguments": {"fsdp": True, "fsdp_config": {"version
         {},
         pytest.param(
             {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12, "dataloader_num_workers": 1}},
-            marks=pytest.mark.skipif(not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"), reason="needs transformers 5.19"),
+            marks=pytest.mark.skipif(not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"), reason="needs transformers 5.19: pip install -U transformers"),
         ),
         pytest.param(SHARDED, marks=pytest.mark.soak),
     ],
@@ -137,9 +137,9 @@ def test_an_epoch_of_other_steps_is_refused(job: Job) -> None:
 @pytest.mark.parametrize("job", [{"samples": 22, "micro_batches": 3, "arguments": {"dataloader_drop_last": True}}], indirect=True)
 def test_an_epoch_that_would_be_over_for_other_ranks_is_refused(job: Job) -> None:
     """After three steps of its four, of which the third alone has a snapshot."""
-    job._env |= {"GEMINI_INTERVAL": "3", "GEMINI_FAULTS": "step=4:rank=0:sigkill"}
+    job.env |= {"GEMINI_INTERVAL": "3", "GEMINI_FAULTS": "step=4:rank=0:sigkill"}
     job.launch(1)
-    del job._env["GEMINI_FAULTS"]
+    del job.env["GEMINI_FAULTS"]
     printed = job.launch(3)
     assert "resumed at iteration 3" in printed, printed[-4000:]
     assert "an epoch has 4 steps on 1 ranks and 3 on 3, as dataloader_drop_last=True leaves out other batches" in printed
