@@ -83,7 +83,9 @@ SHARDED = {"sharded": True, "arguments": {"fsdp": True, "fsdp_config": {"version
         {},
         pytest.param(
             {"loss": "divided", "arguments": {"average_tokens_across_devices": False, "max_steps": 12, "dataloader_num_workers": 1}},
-            marks=pytest.mark.skipif(not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"), reason="needs transformers 5.19"),
+            marks=pytest.mark.skipif(
+                not hasattr(transformers.Trainer, "loss_is_scaled_for_ga"), reason="needs transformers 5.19: pip install -U transformers"
+            ),
         ),
         pytest.param(SHARDED, marks=pytest.mark.soak),
     ],

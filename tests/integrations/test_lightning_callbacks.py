@@ -565,16 +565,16 @@ def _itself(what: Any, *_: Any, **__: Any) -> Any:
 
 def test_files_of_an_attempt_that_came_to_no_commit_are_written_over(tmp_path: Path) -> None:
     """By the next attempt of its launch; not by another launch, and not where that fit has ended well, had a commit that is lost now, or
-    goes on from a file."""
+    goes on from a file. What a fit that goes on had written after its snapshot is written over in any case."""
     callback, path = shipped.ModelCheckpoint(tmp_path / "files"), tmp_path / "files" / "step=1.ckpt"
     path.parent.mkdir()
     trainer: Any = SimpleNamespace(
         checkpoint_callbacks=[callback], is_global_zero=True, strategy=SimpleNamespace(broadcast=_itself, reduce_boolean_decision=_itself)
     )
 
-    def is_seen(launch: str, *, commits: bool = False) -> bool:
+    def is_seen(launch: str, *, commits: bool = False, saved: dict[str, list[str]] | None = None) -> bool:
         files = Files(trainer)
-        files.begin(None, tmp_path / "note", launch)
+        files.begin(saved, tmp_path / "note", launch)
         seen = callback.file_exists(str(path), trainer)
         path.touch()
         files.writes(path)
@@ -585,4 +585,5 @@ def test_files_of_an_attempt_that_came_to_no_commit_are_written_over(tmp_path: P
 
     assert [is_seen(launch) for launch in ("one", "one", "two")] == [False, False, True]
     assert [is_seen("two", commits=True), is_seen("two")] == [False, True]
+    assert [is_seen("two", commits=True), is_seen("two", saved={str(path.parent): []})] == [False, False]
     assert [is_seen(""), is_seen("")] == [True, True]
