@@ -58,7 +58,7 @@ from gemini_ft.state.rebuilding import Changes
 from gemini_ft.state.rng import GivenGenerator, rng_state, take_rng_state
 from gemini_ft.state.tensors import Live, every_optimizer, unwrap_model
 from gemini_ft.state.worlds import Resize, carried_accumulation, check_schedulers, check_step, iterations, refuse_data
-from gemini_ft.state.writes import drifting, name_loads
+from gemini_ft.state.writes import is_drifting, name_loads
 from gemini_ft.storage.base import WORD
 from gemini_ft.torch_versions import buffers_are_broadcast
 from gemini_ft.worker import attempt
@@ -445,7 +445,7 @@ class Checkpointer:
         if self._logical is not None:
             raise ConfigError("the models of logical ranks are those that were given before logical_ranks(); give all of them by then")
         self._steps.forget()
-        self._bound, self._is_drifting = state, bool(drifting(state.models.values()))
+        self._bound, self._is_drifting = state, is_drifting(state.models.values())
         self._state = state if self._gradients is None else WithGradients(state, self._gradients)
         self._hyperparameters.note(self._bound.hyperparameters)
 

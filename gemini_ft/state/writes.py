@@ -45,13 +45,10 @@ def _name_load(item: nn.Module | Optimizer, *_: Any) -> None:
         )
 
 
-def drifting(models: Iterable[nn.Module]) -> list[str]:
-    """Kinds of modules that write a parameter in forward by what their rank is given, so that ranks may come to differ.
-
-    Nothing averages what they write.
-    """
+def is_drifting(models: Iterable[nn.Module]) -> bool:
+    """Whether a module writes a parameter in forward by what its rank is given (``max_norm``): nothing averages that over ranks."""
     found = (module for model in models for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag))
-    return sorted({f"{type(module).__qualname__}(max_norm={module.max_norm:g})" for module in found if module.max_norm is not None})
+    return any(module.max_norm is not None for module in found)
 
 
 class CopyWhen:

@@ -158,7 +158,7 @@ class Recorder:
         """Takes a snapshot: state that may change at any time is copied now, the rest in the background.
 
         ``iteration``: how often the optimizers have stepped. ``given``: hyperparameters as the script gave them. ``is_drifting``: whether
-        ranks may come to differ by what the model does (`gemini_ft.state.writes.drifting`), so that each snapshot is compared.
+        ranks may come to differ by what the model does (`gemini_ft.state.writes.is_drifting`), so that each snapshot is compared.
 
         Raises GeminiError: something that must stop the job has happened since the last call.
         """
