@@ -50,12 +50,18 @@ def slots() -> Iterator[list[SlotMemory]]:
         memory.close()
 
 
+def _is_of(child: psutil.Process, rdma: Rdma) -> bool:
+    with contextlib.suppress(psutil.Error):  # one that an earlier test has started has ended just now
+        return rdma.name in child.cmdline()
+    return False
+
+
 @contextlib.asynccontextmanager
 async def begun() -> AsyncIterator[tuple[Rdma, int]]:
     """A process, and its number."""
     rdma = Rdma(["127.0.0.1"], lambda text: None)
     try:
-        yield rdma, next(child.pid for child in psutil.Process().children() if rdma.name in child.cmdline())
+        yield rdma, next(child.pid for child in psutil.Process().children() if _is_of(child, rdma))
     finally:
         rdma.close("the test is over")
 

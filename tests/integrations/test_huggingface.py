@@ -314,7 +314,9 @@ def test_a_loop_of_accelerate_ends_with_the_very_bits(tmp_path_factory: pytest.T
 def test_a_loop_of_accelerate_without_ours_is_told_once_that_nothing_is_protected(tmp_path: Path) -> None:
     run = Run(tmp_path, {"kind": "unprotected"}, faults="")
     assert run.ends == [[{"end": 6, "processes": 2}]] * 2
-    assert [steps for _, steps in run.engines[0]] == [0, 1, 2, *range(6)]  # from the beginning
+    steps = [steps for _, steps in run.engines[0]]
+    assert steps[-6:] == [*range(6)]  # from the beginning
+    assert steps[:-6] in ([0, 1, 2], [0, 1])  # the other rank may have failed before this one had said that it makes its third step
     assert run.output.count("nothing in this job is protected: no worker has joined a run, so a restart begins at the beginning") == 1
 
 
