@@ -46,7 +46,7 @@ def set_anew(kind: type, method: str) -> set[str]:
 
 
 def _called(kind: type, method: str) -> Iterator[list[_Use]]:
-    """What each function of a method uses, and then those of the methods that it calls."""
+    """Yields the attributes that a method uses, function by function through its bases, and then those of the methods that it calls."""
     left, seen = [method], set[str]()
     while left:
         seen.add(name := left.pop())

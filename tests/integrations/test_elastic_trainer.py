@@ -131,7 +131,7 @@ def test_training_that_other_ranks_could_not_follow_is_refused(tmp_path: Path, r
 
 @pytest.mark.parametrize("job", [{"samples": 22, "micro_batches": 1, "arguments": {"dataloader_drop_last": True}}], indirect=True)
 def test_an_epoch_of_other_steps_is_refused(job: Job) -> None:
-    """Of eleven micro-batches three ranks use nine, and two ten, of which a step has six."""
+    """With 11 micro-batches an epoch, 6 to a step and drop_last, three ranks use 9 of them and two ranks 10."""
     job.launch(3, 2)
     assert "an epoch has 3 steps on 3 ranks and 4 on 1, as dataloader_drop_last=True leaves out other batches" in job.launch(1)
 

@@ -47,7 +47,7 @@ class Witnessed(Check):
         self._plans: dict[str, str | None] = {}  # incarnation -> what its ranks resume
 
     def _agent_began(self, event: Event) -> None:
-        """What another agent had may be lost, or be here: nothing is known of it."""
+        """Forgets the copies of the agent before: they may be lost, or handed over to this one."""
         self.copies = {copy: at for copy, at in self.copies.items() if copy[0] != event["host"]}
 
     def _copy(self, event: Event) -> None:

@@ -479,7 +479,7 @@ def test_a_scheduler_that_counts_micro_batches_is_refused(kind: str) -> None:
 
 
 def test_an_epoch_whose_last_step_other_ranks_leave_out_is_refused(caplog: pytest.LogCaptureFixture) -> None:
-    """Of 72 samples in batches of 4 with drop_last=True, two ranks have 9 batches each, and four have 4; a step has two and one."""
+    """With 72 samples in batches of 4 and drop_last=True, two ranks have 9 batches each, 2 to a step; four have 4 each, 1 to a step."""
     loop = SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=4)))
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(epoch_loop=loop), num_training_batches=5)
     trainer.accumulate_grad_batches, trainer.is_global_zero = 1, True
